@@ -27,10 +27,8 @@ from h2o_stream.models.find import EMBEDDED_WHEEL
 from h2o_stream.recall.terms import TermWeights
 from tests.gguf_files import write_model
 from tests.kept_tokenizers import keep_tokenizers
-from tests.preloaded import fork_other_pythons
 
 torch.set_grad_enabled(False)
-fork_other_pythons()
 keep_tokenizers()
 settings.register_profile("some", deadline=None, max_examples=25)  # a busy machine is no failure
 settings.register_profile("exhaustive", settings.get_profile("some"), max_examples=100)

@@ -102,7 +102,7 @@ def _open_tokenizer(path: Path, seed: Seed) -> None:
     from h2o_stream.models.turn_tokens import end_tokens
     from h2o_stream.session.template import ChatTemplate
 
-    found = file_tokenizer(path, ignore)
+    found = file_tokenizer(path)
     generation = read_generation_config(path)
     if found is None:
         return

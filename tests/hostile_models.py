@@ -84,27 +84,20 @@ def open_model(path: Path, seed: Seed) -> None:
     """Every eighth file as a chat does, with its identity, packed weights that are kept and heads that are measured."""
     from h2o_stream.config import CacheConfig, ModelConfig
     from h2o_stream.loading import loading
-    from h2o_stream.models import file_tokenizers
-    from h2o_stream.native.description import DescriptionError
     from h2o_stream.runtime import sources
-
-    def export(*_: Any) -> Path:
-        """Without a process of its own, which takes seconds."""
-        raise DescriptionError("only transformers reads its tokenizer")
 
     config = ModelConfig(str(path), offline=True, dtype="float32")
     parts = seed.raw if isinstance(seed, Gguf) else seed.files
-    with patch.object(file_tokenizers, "export_apart", export):
-        if sum(map(len, parts.values())) % 8 == 0:
-            with patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0):  # small ones are kept, too
-                cache = CacheConfig("h2o", window=32)
-                loaded = loading.load_without_torch(config, cache, "auto", ignore, ignore, str(path))
-            model, tokenizer = loaded.model, loaded.tokenizer
-        else:
-            source = loading.open_source(config, path, ignore)
-            tokenizer = source.tokenizer()[0]
-            with patch.object(sources, "shipped_digest", lambda *_: "any"):  # it takes as long as the rest
-                model = source.model(source.describe(ignore), ())
+    if sum(map(len, parts.values())) % 8 == 0:
+        with patch.multiple(sources, MIN_BYTES=0, MIN_GGUF_BYTES=0):  # small ones are kept, too
+            cache = CacheConfig("h2o", window=32)
+            loaded = loading.load_without_torch(config, cache, "auto", ignore, ignore, str(path))
+        model, tokenizer = loaded.model, loaded.tokenizer
+    else:
+        source = loading.open_source(config, path, ignore)
+        tokenizer = source.tokenizer()[0]
+        with patch.object(sources, "shipped_digest", lambda *_: "any"):  # it takes as long as the rest
+            model = source.model(source.describe(ignore), ())
     _step(model, tokenizer("the an th")["input_ids"])
 
 

@@ -39,9 +39,8 @@ class KeptTokenizers:
 
 def keep_tokenizers() -> None:
     names = vars(h2o_stream.loading.transformers_model)
-    for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
-        names[name] = KeptTokenizers(names[name])
-    from_folder, from_file = FileTokenizer.from_folder, gguf_tokenizer.byte_level_tokenizer
+    names["AutoTokenizer"] = KeptTokenizers(names["AutoTokenizer"])
+    from_folder, from_file = FileTokenizer.from_folder, gguf_tokenizer.gguf_tokenizer
 
     def of_folder(cls: type[FileTokenizer], folder: Path) -> Any:
         texts = sorted(path for pattern in ("tokenizer*.json", "**/*.jinja") for path in folder.glob(pattern))
@@ -55,7 +54,7 @@ def keep_tokenizers() -> None:
         return _keep((file.path, seen.st_ino, seen.st_mtime_ns), lambda: from_file(file))
 
     FileTokenizer.from_folder = classmethod(of_folder)  # type: ignore[assignment]
-    vars(file_tokenizers)["byte_level_tokenizer"] = of_file
+    names["gguf_tokenizer"] = vars(file_tokenizers)["gguf_tokenizer"] = of_file
     for module, name in ((terms, "_words_of"), (control_tokens, "_with_secret_names")):
         vars(module)[name] = cache(vars(module)[name].__wrapped__)  # a test has another tokenizer than the one before
 

@@ -25,10 +25,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any, Self
-
-from h2o_stream.models import gguf_export
 
 _ENVIRONMENT = {
     **os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1",
@@ -114,15 +111,6 @@ def run(
             child.kill()
             raise
     return subprocess.CompletedProcess(arguments, child.returncode, out, errors)
-
-
-def fork_other_pythons() -> None:
-    """Let the Pythons that the package starts beside this one be forks: nearly all of their time is that of imports."""
-
-    def finish(command: Sequence[str], capture_output: bool, check: bool) -> subprocess.CompletedProcess[str]:
-        return run(*command[1:])
-
-    vars(gguf_export)["subprocess"] = SimpleNamespace(**{**vars(subprocess), "run": finish})
 
 
 @cache

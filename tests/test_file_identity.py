@@ -10,13 +10,11 @@ import pytest
 import torch
 from gguf import GGUFValueType
 from safetensors.torch import save_file
-from transformers import AutoTokenizer
 
 from h2o_stream.loading.hf_config import hf_config
-from h2o_stream.models import gguf_export
 from h2o_stream.models.file_identity import model_identity
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_tokenizer
+from h2o_stream.models.gguf_tokenizer import gguf_tokenizer
 from h2o_stream.models.packed_cache import packed_folder
 from h2o_stream.runtime.gguf_parameters import parameters_of_gguf
 from tests.fixtures import make_llama
@@ -52,11 +50,9 @@ def copied(original: Path, content: bytes) -> Path:
     return path
 
 
-def exported(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
-    monkeypatch.setattr(gguf_export, "cache_folder", lambda: path.parent.parent / "cache")
+def read_all(path: Path) -> tuple[Any, Any]:
     file = GgufFile(path)
-    folder = export_tokenizer(file, pytest.fail)
-    return hf_config(file, parameters_of_gguf(file)), AutoTokenizer.from_pretrained(folder)
+    return hf_config(file, parameters_of_gguf(file)), gguf_tokenizer(file)
 
 
 def base(value: float) -> bytes:
@@ -67,15 +63,16 @@ class TestGguf:
     @pytest.mark.parametrize(("old", "new", "read", "values"), [
         (b"{{ message.content }}", b"{{ message['role'] }}",
             lambda config, tokenizer: "role" in tokenizer.chat_template, [False, True]),
-        (b"<more7>", b"<less7>", lambda config, tokenizer: "<less7>" in tokenizer.get_vocab(), [False, True]),
+        (b"<more7>", b"<less7>",
+            lambda config, tokenizer: "<less7>" in tokenizer.backend_tokenizer.get_vocab(), [False, True]),
         (base(10000), base(50000), lambda config, tokenizer: config.rope_parameters["rope_theta"], [10000, 50000]),
         (key(EOS, T.UINT32, 2), key(EOS, T.UINT32, 1), lambda config, tokenizer: config.eos_token_id, [2, 1]),
     ], ids=["template", "vocabulary", "base of RoPE", "end"])  # fmt: skip
     def test_all_of_it_is_of_its_own(
-        self, original: Path, old: bytes, new: bytes, read: Any, values: list[Any], monkeypatch: pytest.MonkeyPatch
+        self, original: Path, old: bytes, new: bytes, read: Any, values: list[Any]
     ) -> None:
         other = changed(original, old, new)
-        assert [read(*exported(path, monkeypatch)) for path in (original, other)] == values
+        assert [read(*read_all(path)) for path in (original, other)] == values
 
     def test_what_states_know_it_by(self, embedded_file: Path) -> None:
         """The whole digest is an exhaustive test of `test_runtime`."""

@@ -1,36 +1,25 @@
-"""What transformers needs besides a GGUF file's weights: a tokenizer, created once and cached."""
+"""What transformers needs besides a GGUF file's weights: a tokenizer, and how a reply ends."""
 
 import json
-import threading
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gguf import GGUFValueType as T
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer
 
-from h2o_stream import H2OStreamError, ModelNotFoundError
-from h2o_stream.models import gguf_export
+from h2o_stream import ModelNotFoundError
+from h2o_stream.config import ModelConfig
+from h2o_stream.loading.transformers_model import load, load_tokenizer
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_tokenizer
+from h2o_stream.models.gguf_tokenizer import gguf_tokenizer
 from tests.gguf_files import MERGES, TOKENS, key, string
 
 
-@pytest.fixture
-def cache_folder(own_cache: Path) -> Path:
-    return own_cache / "gguf"
-
-
 class TestDescribed:
-    def test_it_is_what_transformers_makes_of_the_file(self, small: Path, cache_folder: Path) -> None:
-        folder = export_tokenizer(GgufFile(small), pytest.fail)
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "chat_template.jinja", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        ]  # fmt: skip
+    def test_it_is_what_transformers_makes_of_the_file(self, small: Path) -> None:
         ours, theirs = (
-            AutoTokenizer.from_pretrained(folder),
+            load_tokenizer(ModelConfig(str(small))),
             AutoTokenizer.from_pretrained(small.parent, gguf_file=small.name),
         )
         assert len(theirs) == len(TOKENS) + 1, "transformers adds <|endoftext|>, which the model does not have"
@@ -42,62 +31,16 @@ class TestDescribed:
         assert splits[0] == splits[1]
         assert (ours.bos_token, ours.eos_token, ours.chat_template) == ("<s>", "</s>", theirs.chat_template)
         assert ours.tokenize("the an") == ["the", "Ġ", "an"]
-        assert GenerationConfig.from_pretrained(folder).eos_token_id == [2]
 
-    def test_a_second_start_makes_nothing(self, small: Path, cache_folder: Path, monkeypatch: Any) -> None:
-        first = export_tokenizer(GgufFile(small), pytest.fail)
-        monkeypatch.setattr(gguf_export, "_export", lambda *_: pytest.fail("made again"))
-        assert export_tokenizer(GgufFile(small), pytest.fail) == first
+    def test_how_replies_end(self, small: Path) -> None:
+        generation = load(ModelConfig(str(small), device="cpu")).model.generation_config
+        assert (generation.bos_token_id, generation.eos_token_id) == (1, [2])
 
-    def test_transformers_files_beside_it_are_ignored(self, small: Path, tmp_path: Path, cache_folder: Path) -> None:
+    def test_transformers_files_beside_it_are_ignored(self, small: Path, tmp_path: Path) -> None:
         (tmp_path / "small.gguf").write_bytes(small.read_bytes())
         for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
             (tmp_path / name).write_text("{}")
-        folder = export_tokenizer(GgufFile(tmp_path / "small.gguf"), pytest.fail)
-        assert len(AutoTokenizer.from_pretrained(folder)) == len(TOKENS)
-
-    def test_two_at_once_make_one(self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[Path] = []
-
-        def slowly(file: GgufFile, target: Path) -> None:
-            made.append(target)
-            time.sleep(0.3)
-            (target / "config.json").write_text("{}")
-
-        monkeypatch.setattr(gguf_export, "_export", slowly)
-        said: list[str] = []
-        found: list[Path] = []
-        threads = [
-            threading.Thread(target=lambda: found.append(export_tokenizer(GgufFile(small), said.append)))
-            for _ in range(3)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (len(set(found)), len(found), len(made)) == (1, 3, 1)
-        assert any("Another program is reading small.gguf" in line for line in said)
-        assert (found[0] / "config.json").exists()
-
-    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-    def test_a_failed_one_leaves_nothing(
-        self, small: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-    ) -> None:
-        def fail(file: GgufFile, target: Path) -> None:
-            (target / "config.json").write_text("{}")
-            raise error
-
-        monkeypatch.setattr(gguf_export, "_export", fail)
-        expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else H2OStreamError
-        with pytest.raises(expected, match="^$|small.gguf .* No space left on device"):
-            export_tokenizer(GgufFile(small), pytest.fail)
-        assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
-
-    def test_a_read_only_cache(self, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "file").write_text("not a folder")
-        monkeypatch.setattr(gguf_export, "cache_folder", lambda: tmp_path / "file")
-        with pytest.raises(H2OStreamError, match=r"tokenizer of small.gguf could not be written into .*file"):
-            export_tokenizer(GgufFile(small), pytest.fail)
+        assert len(load_tokenizer(ModelConfig(str(tmp_path / "small.gguf")))) == len(TOKENS)
 
     @pytest.mark.parametrize(("old", "new"), [
         (b"tokenizer.ggml.tokens", b"tokenizer.ggml.takens"),
@@ -107,14 +50,13 @@ class TestDescribed:
         (string(MERGES[0].encode()), string(b"x!y")),
         (key("tokenizer.ggml.bos_token_id", T.UINT32, 1), key("tokenizer.ggml.bos_token_id", T.UINT32, 1 << 31)),
     ])  # fmt: skip
-    def test_damaged_metadata(self, small: Path, tmp_path: Path, cache_folder: Path, old: bytes, new: bytes) -> None:
+    def test_damaged_metadata(self, small: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
         content = small.read_bytes()
         assert old in content
         (tmp_path / "bad.gguf").write_bytes(content.replace(old, new))
         with pytest.raises(ModelNotFoundError, match=r"bad.gguf is damaged or not readable as GGUF: .") as error:
-            export_tokenizer(GgufFile(tmp_path / "bad.gguf"), pytest.fail)
+            gguf_tokenizer(GgufFile(tmp_path / "bad.gguf"))
         assert "\n" not in str(error.value)
-        assert not [path for path in cache_folder.iterdir() if path.suffix != ".lock"]
 
 
 class TestFind:

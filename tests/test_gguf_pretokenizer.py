@@ -8,7 +8,6 @@ import gguf
 import numpy
 import pytest
 from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from h2o_stream import UnsupportedModelError
@@ -17,9 +16,8 @@ from h2o_stream.config import CacheConfig, ModelConfig
 from h2o_stream.loading.loading import load_model
 from h2o_stream.models.find import find
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import _REGEXES
-from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
+from h2o_stream.models.gguf_tokenizer import gguf_tokenizer
 from tests.fixtures import make_llama
 from tests.gguf_files import finish, write_model
 from tests.in_turn import in_turn
@@ -34,13 +32,13 @@ DIGITS = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
 
 
 @pytest.fixture
-def load(tmp_path: Path, own_cache: Path) -> Callable[[str | None], Any]:
+def load(tmp_path: Path) -> Callable[[str | None], Any]:
     """Load the tokenizer of a small file whose pre-tokenizer has this name."""
 
     def load(name: str | None) -> Any:
         path = tmp_path / "small.gguf"
         write_model(path, make_llama(), "llama", pre=name)
-        return AutoTokenizer.from_pretrained(export_tokenizer(GgufFile(path), pytest.fail))
+        return gguf_tokenizer(GgufFile(path))
 
     return load
 
@@ -50,10 +48,10 @@ def pieces(pre_tokenizer: Any, text: str) -> list[str]:
 
 
 @pytest.mark.exhaustive
-def test_digits_of_the_embedded_model(own_cache: Path) -> None:
+def test_digits_of_the_embedded_model() -> None:
     """SmolLM2's own definition: every digit apart, then GPT-2's regex."""
     file = GgufFile(Path(find("smollm2-135m", True)))
-    tokenizer = AutoTokenizer.from_pretrained(export_tokenizer(file, pytest.fail))
+    tokenizer = gguf_tokenizer(file)
     ours = [tokenizer(text)["input_ids"] for text in TEXTS]
     tokenizer.backend_tokenizer.pre_tokenizer = DIGITS
     assert ours == [tokenizer(text)["input_ids"] for text in TEXTS]
@@ -142,7 +140,7 @@ def test_as_llama_cpp_splits(tmp_path: Path) -> None:
         writer.add_eos_token_id(2)
         writer.add_tensor("output_norm.weight", numpy.ones(32, numpy.float32))  # else it is a vocabulary alone
         finish(writer)
-        ours = byte_level_tokenizer(GgufFile(path))
+        ours = gguf_tokenizer(GgufFile(path))
         assert ours is not None
         theirs = llama_cpp.Llama(str(path), vocab_only=True, verbose=False)
         for text in texts:

@@ -6,14 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from h2o_stream.base import measurements
 from h2o_stream.base.resources import oldest
-from h2o_stream.cache import measurements
-from h2o_stream.models import gguf_export
 from h2o_stream.models import packed_cache as packed_models
-from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_tokenizer
-from tests.fixtures import make_llama
-from tests.gguf_files import write_model
 
 
 def test_measurements(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,26 +30,8 @@ def _save(keys: str) -> list[Path]:
     return [measurements._path("reach", key) for key in keys]
 
 
-def test_exports_of_gguf_files(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_export, "_MAX_FOLDERS", 2)
-    old = own_cache / "gguf" / "model-5dce000-18a0-1"
-    old.mkdir(parents=True)
-    (old / "config.json").write_text("{}")
-    path = tmp_path / "model.gguf"
-    write_model(path, make_llama(), "llama", pre="gpt-2")
-    made = []
-    for time_ns in (1, 2, 3):
-        os.utime(path, ns=(time_ns, time_ns))
-        made.append(export_tokenizer(GgufFile(path), pytest.fail))
-        os.utime(made[-1], ns=(time_ns, time_ns))
-        assert not old.exists()
-    os.utime(path, ns=(2, 2))
-    assert [folder.exists() for folder in made] == [False, True, True]
-    assert export_tokenizer(GgufFile(path), pytest.fail) == made[1]
-
-
 def test_what_another_program_removes_meanwhile(tmp_path: Path) -> None:
-    """Regression: two chats that began at once removed the same export, and one of them ended."""
+    """Regression: two chats that began at once removed the same file, and one of them ended."""
     paths = [tmp_path / name for name in "abc"]
     for time_ns, path in enumerate(paths):
         path.mkdir()

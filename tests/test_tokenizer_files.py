@@ -1,22 +1,31 @@
 """Tokenizers read without transformers: they encode, decode and render as those of transformers do."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy
 import pytest
 import transformers
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
+from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
 
-from h2o_stream import CacheConfig, Conversation, Engine, ModelNotFoundError, RecallConfig, SamplingConfig
+from h2o_stream import (
+    CacheConfig,
+    Conversation,
+    Engine,
+    ModelNotFoundError,
+    RecallConfig,
+    SamplingConfig,
+    UnsupportedModelError,
+)
 from h2o_stream.config import ModelConfig
 from h2o_stream.loading.transformers_model import load_tokenizer
-from h2o_stream.models import gguf_export
-from h2o_stream.models.file_tokenizers import file_tokenizer
+from h2o_stream.models import gguf_pieces
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
+from h2o_stream.models.gguf_tokenizer import gguf_tokenizer
 from h2o_stream.models.templates import FALLBACK_TEMPLATE, with_template
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.recall.located import decode
@@ -27,7 +36,7 @@ from h2o_stream.session.retention import retention
 from h2o_stream.session.template import ChatTemplate
 from tests import gguf_files
 from tests.fixtures import make_llama
-from tests.gguf_files import LETTERS, MERGES, TOKENS, write_model
+from tests.gguf_files import MERGES, TOKENS, write_model
 from tests.in_turn import in_turn
 
 TEXTS = [
@@ -78,15 +87,7 @@ def theirs() -> Any:
 
 @pytest.fixture(scope="module")
 def ours(embedded_file: Path) -> FileTokenizer:
-    tokenizer = byte_level_tokenizer(GgufFile(embedded_file))
-    assert tokenizer is not None
-    return tokenizer
-
-
-@pytest.fixture
-def exported(own_cache: Path) -> Callable[[Path], Path]:
-    """Exports a GGUF file into a cache of its own."""
-    return lambda path: gguf_export.export_tokenizer(GgufFile(path), pytest.fail)
+    return gguf_tokenizer(GgufFile(embedded_file))
 
 
 def definition(tokenizer: Any) -> dict[str, Any]:
@@ -189,20 +190,18 @@ class TestGguf:
             patch.setattr(gguf_files, "write_tokens", write_tokens)
             write_model(path, make_llama(), "llama", pre=pre)
 
-    def test_a_small_file(self, small: Path, exported: Callable[[Path], Path]) -> None:
-        tokenizer = file_tokenizer(GgufFile(small), pytest.fail)
-        assert tokenizer is not None
-        assert_same(tokenizer, AutoTokenizer.from_pretrained(exported(small)))
+    def test_a_small_file(self, small: Path) -> None:
+        tokenizer = gguf_tokenizer(GgufFile(small))
+        assert_same(tokenizer, load_tokenizer(ModelConfig(str(small))))
         assert tokenizer.special_tokens_map == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
-    def test_tokens_of_other_letters(self, tmp_path: Path, exported: Callable[[Path], Path]) -> None:
+    def test_tokens_of_other_letters(self, tmp_path: Path) -> None:
         """Control tokens such as DeepSeek's, and runs of spaces, are whole and have their own numbers."""
         tokens = ["<unk>", "<｜begin▁of▁text｜>", "</s>", *TOKENS[3:33], "ĠĠĠ", "   ", "日", "本"]
         types = [3, 3, 1, *[1] * 30, 1, 4, 1, 3]
         self.write(tmp_path / "a.gguf", tokens, types, bos_token_id=1, eos_token_id=2, add_bos_token=True)
-        tokenizer = file_tokenizer(GgufFile(tmp_path / "a.gguf"), pytest.fail)
-        assert tokenizer is not None
-        assert_same(tokenizer, AutoTokenizer.from_pretrained(exported(tmp_path / "a.gguf")))
+        tokenizer = gguf_tokenizer(GgufFile(tmp_path / "a.gguf"))
+        assert_same(tokenizer, load_tokenizer(ModelConfig(str(tmp_path / "a.gguf"))))
         assert tokenizer("<｜begin▁of▁text｜>the   an本</s>")["input_ids"] == [1, 1, 31, 34, 32, 36, 2]
         assert tokenizer.decode([1, 31, 34, 32, 35, 36, 2]) == "<｜begin▁of▁text｜>the   an日本</s>"
         assert tokenizer.decode([1, 31, 34, 32, 35, 36, 2], skip_special_tokens=True) == "the   an日"
@@ -212,20 +211,17 @@ class TestGguf:
     @pytest.mark.parametrize(("pre", "composed"), [("qwen2", True), ("qwen35", True), ("llama-bpe", False)])
     def test_text_of_qwen_is_composed(self, pre: str, composed: bool, tmp_path: Path) -> None:
         self.write(tmp_path / "a.gguf", ["Ã", "©", *TOKENS], [1] * (len(TOKENS) + 2), pre)
-        tokenizer = byte_level_tokenizer(GgufFile(tmp_path / "a.gguf"))
-        assert tokenizer is not None
+        tokenizer = gguf_tokenizer(GgufFile(tmp_path / "a.gguf"))
         assert (tokenizer("e\u0301")["input_ids"] == [0, 1]) == composed
 
     @pytest.mark.parametrize("pre", ["qwen2", "deepseek-r1-qwen", "llama-bpe"])
-    @pytest.mark.usefixtures("exported")
     def test_of_qwen_with_transformers(self, pre: str, tmp_path: Path) -> None:
         """transformers' automatic class takes Qwen2's own way to split text for any model of this type."""
         sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
         config = transformers.Qwen2Config(vocab_size=64, num_hidden_layers=1, tie_word_embeddings=True, **sizes)
         path = tmp_path / "qwen.gguf"
         write_model(path, transformers.Qwen2ForCausalLM(config), "qwen2", pre=pre)
-        ours = byte_level_tokenizer(GgufFile(path))
-        assert ours is not None
+        ours = gguf_tokenizer(GgufFile(path))
         assert_same(ours, load_tokenizer(ModelConfig(str(path))))
 
     @pytest.mark.parametrize(("more", "words"), [
@@ -237,7 +233,7 @@ class TestGguf:
     def test_damaged_ones(self, more: dict[str, Any], words: str, tmp_path: Path) -> None:
         self.write(tmp_path / "bad.gguf", TOKENS, [1] * 64, **more)
         with pytest.raises(ModelNotFoundError, match=f"bad.gguf is damaged .*{words}") as error:
-            byte_level_tokenizer(GgufFile(tmp_path / "bad.gguf"))
+            gguf_tokenizer(GgufFile(tmp_path / "bad.gguf"))
         assert "\n" not in str(error.value)
 
     @pytest.mark.parametrize("name", ["tokens", "merges"])
@@ -245,29 +241,61 @@ class TestGguf:
         content = small.read_bytes().replace(f"ggml.{name}".encode(), f"ggml.{name[::-1]}".encode())
         (tmp_path / "bad.gguf").write_bytes(content)
         with pytest.raises(ModelNotFoundError, match=f"bad.gguf is damaged .*: it has no tokenizer.ggml.{name}"):
-            byte_level_tokenizer(GgufFile(tmp_path / "bad.gguf"))
+            gguf_tokenizer(GgufFile(tmp_path / "bad.gguf"))
 
-    def test_other_vocabularies_are_exported(
-        self, tmp_path: Path, exported: Callable[[Path], Path], monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("family", "kind"), [
+        ("llama", "llama"), ("phi3", "llama"), ("gemma3", "llama"), ("gemma4", "gemma4"),
+    ])  # fmt: skip
+    def test_sentencepiece(self, family: str, kind: str, tmp_path: Path, own_cache: Path) -> None:
+        """Pieces are merged as transformers merges them, where tokens have types and many merges are possible."""
+        self.write_pieces(tmp_path / "spm.gguf", family, kind)
+        architecture, vocabulary, settings = get_gguf_tokenizer(str(tmp_path / "spm.gguf"))
+        backend, _ = convert_gguf_tokenizer(architecture, vocabulary)
+        theirs = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+        ours = gguf_tokenizer(GgufFile(tmp_path / "spm.gguf"))
+        assert_same(ours, theirs)
+        assert ours.decode(ours("the  an", add_special_tokens=False)["input_ids"]) == "the  an"
+
+    def write_pieces(self, path: Path, family: str, kind: str) -> None:
+        letters = [*"abdehnorstuy", "▁"]
+        pairs = [first + second for first in letters for second in letters]
+        pieces = [*letters, *pairs, *(f"{first}{second}" for first in pairs[::3] for second in pairs[::5])]
+        special = ["<unk>", "<bos>", "<eos>", "<pad>", "<mask>"] if "gemma" in family else ["<unk>", "<s>", "</s>"]
+        tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\n\n", "<turn>", *dict.fromkeys(pieces)]
+        types = [2, *[3] * (len(special) - 1), *[6] * 256, 4, 3, *[1] * (len(tokens) - 258)]
+        tokens = special + tokens
+        writer = gguf.GGUFWriter(path, family)
+        writer.add_tokenizer_model(kind)
+        writer.add_token_list(tokens)
+        writer.add_token_types(types)
+        writer.add_token_scores([-float(7 * number % 101) for number in range(len(tokens))])
+        if kind == "gemma4":
+            writer.add_token_merges([" ".join(pair) for pair in pairs])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+        writer.add_unk_token_id(0)
+        writer.add_tensor("token_embd.weight", numpy.zeros((1, 32), numpy.float32))
+        gguf_files.finish(writer)
+
+    def test_one_that_takes_long_is_kept(
+        self, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def write_tokens(writer: Any, pre: str) -> None:
-            pieces = [*LETTERS, "▁", "th", "the", "▁the", *(f"<0x{byte:02X}>" for byte in range(256))]
-            writer.add_tokenizer_model("llama")
-            writer.add_token_list(["<unk>", "<s>", "</s>", *pieces])
-            writer.add_token_scores([0.0] * 3 + [-float(number) for number in range(len(pieces))])
-            writer.add_token_types([2, 3, 3, *[1] * 30, *[6] * 256])
-            writer.add_bos_token_id(1)
-            writer.add_eos_token_id(2)
+        self.write_pieces(tmp_path / "spm.gguf", "llama", "llama")
+        monkeypatch.setattr(gguf_pieces, "LONG_S", 0.0)
+        first = gguf_tokenizer(GgufFile(tmp_path / "spm.gguf"))
+        monkeypatch.setattr(gguf_pieces, "_made", pytest.fail)
+        assert definition(gguf_tokenizer(GgufFile(tmp_path / "spm.gguf"))) == definition(first)
 
-        monkeypatch.setattr(gguf_files, "write_tokens", write_tokens)
-        path = tmp_path / "spm.gguf"
-        write_model(path, make_llama(), "llama")
-        assert byte_level_tokenizer(GgufFile(path)) is None
-        with monkeypatch.context() as here:
-            here.setattr(gguf_export, "_export", pytest.fail)
-            tokenizer = file_tokenizer(GgufFile(path), pytest.fail)
-        assert tokenizer is not None
-        assert_same(tokenizer, AutoTokenizer.from_pretrained(exported(path)))
+    @pytest.mark.parametrize(("kind", "error", "words"), [
+        ("rwkv", UnsupportedModelError, "spm.gguf has a vocabulary of the kind 'rwkv'"),
+        ("llama", ModelNotFoundError, "neither tokenizer.ggml.scores nor tokenizer.ggml.merges"),
+    ])  # fmt: skip
+    def test_other_vocabularies(self, kind: str, error: type[Exception], words: str, tmp_path: Path) -> None:
+        self.write_pieces(tmp_path / "spm.gguf", "llama", kind)
+        content = (tmp_path / "spm.gguf").read_bytes().replace(b"ggml.scores", b"ggml.shares")
+        (tmp_path / "spm.gguf").write_bytes(content)
+        with pytest.raises(error, match=words):
+            gguf_tokenizer(GgufFile(tmp_path / "spm.gguf"))
 
     def test_without_a_template(self, ours: FileTokenizer) -> None:
         plain = FileTokenizer(ours.backend_tokenizer, ours.special_tokens_map, None)

@@ -15,11 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from h2o_stream import CacheConfig, Conversation, Engine, SamplingConfig
 from h2o_stream.engine.text import TextStream
-from h2o_stream.models import file_tokenizers
 from h2o_stream.models.file_tokenizers import file_tokenizer
 from h2o_stream.models.generation_config import GenerationConfig, read_generation_config
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.models.templates import with_template
 from h2o_stream.models.turn_tokens import BEGINNINGS, end_tokens, with_bos
@@ -115,7 +113,7 @@ def write(file: Metadata, path: Path, sentencepiece: bool = False) -> Path:
 
 def write_folder(file: Metadata, path: Path, folder: Path) -> Path:
     """The same in transformers' format, in which only the generation config may take a word for the end."""
-    made: Any = file_tokenizer(GgufFile(write(file, path)), pytest.fail)
+    made: Any = file_tokenizer(GgufFile(write(file, path)))
     folder.mkdir(exist_ok=True)
     made.backend_tokenizer.save(str(folder / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "added_tokens_decoder": {}, "chat_template": file.template}
@@ -128,7 +126,7 @@ def write_folder(file: Metadata, path: Path, folder: Path) -> Path:
 
 def check(family: Family, file: Metadata, source: Any, adds_bos: bool) -> None:
     """Check what is promised of a file."""
-    tokenizer, stops = with_template(file_tokenizer(source, pytest.fail))
+    tokenizer, stops = with_template(file_tokenizer(source))
     numbers = {token: number for number, token in enumerate(file.tokens)}
     ends = end_tokens(read_generation_config(source), tokenizer)
     markers = {numbers[token] for token in family.markers if token in numbers}
@@ -198,9 +196,8 @@ def test_a_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["Llama 2", "TinyLlama", "Gemma", "Phi 3"])
-def test_a_file_with_scores(name: str, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokenizer is converted by transformers, and begins texts unless the file says that it does not."""
-    monkeypatch.setattr(file_tokenizers, "export_apart", export_tokenizer)
+def test_a_file_with_scores(name: str, tmp_path: Path, own_cache: Path) -> None:
+    """Its tokenizer begins texts unless the file says that it does not."""
     family = FAMILIES[name]
     for number, change in enumerate(SENTENCEPIECE):
         file = CHANGES[change](published(family))

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from h2o_stream.attachment.attention_interface import using_h2o_attention
 from h2o_stream.attachment.model_facts import input_device, weight_count
+from h2o_stream.base.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.base.progress import Progress, ProgressCallback, ignore
 from h2o_stream.cache.identity import model_digest
 from h2o_stream.cache.layer import LayeredCache, LayerSpec
-from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.retrieval import PERIOD, num_rows, repeated_tokens, retrieval_windows
 from h2o_stream.config import CachePlan

@@ -26,12 +26,12 @@ from h2o_stream.attachment.attention_interface import attention_names, using_att
 from h2o_stream.attachment.model_facts import context_of, input_device, learned_positions, max_distance_of
 from h2o_stream.attachment.probe import failing_as
 from h2o_stream.attachment.trial import logits_of, undisturbed, usual_tokens
+from h2o_stream.base.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.base.resources import version_of
 from h2o_stream.cache.h2o_cache import H2OCache
 from h2o_stream.cache.identity import has_additions, model_digest
 from h2o_stream.cache.kernels import Kernels
 from h2o_stream.cache.layer import LayerSpec
-from h2o_stream.cache.measurements import LONG_S, read_measurement, save_measurement
 from h2o_stream.cache.recurrent import as_class_for
 from h2o_stream.cache.rope import PositionsError
 from h2o_stream.cache.rounding import PRECISE, in_dtype, rounded_embedding

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any
 
 from h2o_stream.base.options import whole_number
 from h2o_stream.errors import ConfigError
-
-
-def python_command(code: str, *arguments: str) -> list[str]:
-    """A command that runs code in another Python, which imports from where this one does; its `sys.argv` are these."""
-    begin = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    return [sys.executable, "-c", begin + code, json.dumps(sys.path), *arguments]
 
 
 class Processes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,9 +45,10 @@ from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.find import find, local_path
 from h2o_stream.models.fitting import Precision, choose_precision
 from h2o_stream.models.folder_sizes import check_folder
+from h2o_stream.models.generation_config import end_token_ids
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_tokenizer
 from h2o_stream.models.gguf_pretokenizer import missing_name
+from h2o_stream.models.gguf_tokenizer import TOKEN_KEYS, gguf_tokenizer
 from h2o_stream.models.hub import download_bars, reachable
 from h2o_stream.models.huge_pages import move_to_huge_pages
 from h2o_stream.models.loaded import LoadedModel
@@ -120,7 +121,7 @@ class _Loader:
         disable_progress_bar()  # replaced by our own
         self._from_packed = from_packed
         self._config, self._notify, self._progress = config, notify, progress
-        self._file, self._source = _open_source(source, notify)
+        self._file, self._source = _open_source(source, notify), source
         self._local = {"local_files_only": True} if config.offline else {}
         self._bars = {"tqdm_class": download_bars(progress)}
         self._device = device_of(config.device)
@@ -150,7 +151,7 @@ class _Loader:
 
     def _tokenizer(self) -> tuple[Any, tuple[str, ...]]:
         """The tokenizer with a chat template, and stop strings."""
-        tokenizer = _tokenizer_class(self._file).from_pretrained(self._source, **self._local)
+        tokenizer = _tokenizer(self._file, self._source, self._local)
         if not hasattr(tokenizer, "backend_tokenizer"):
             raise UnsupportedModelError(
                 f"{self._config.model} has no tokenizer of the tokenizers library (tokenizer.json)"
@@ -302,7 +303,11 @@ class _Loader:
 
     def _with_generation(self, model: Any) -> Any:
         """The model with the generation config of its source, which is not beside its weights."""
-        if (Path(self._source) / "generation_config.json").exists():
+        if self._file is not None:
+            bos, pad = (self._file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding"))
+            ends = end_token_ids(self._file)
+            model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=pad)
+        elif (Path(self._source) / "generation_config.json").exists():
             model.generation_config = GenerationConfig.from_pretrained(self._source)
         return model
 
@@ -312,10 +317,9 @@ def load_tokenizer(config: ModelConfig, notify: Callable[[str], None] = ignore) 
     with gc_paused():
         source = find(config.model, config.offline)
         config = _offline_if_unreachable(config, source)
-        file, source = _open_source(source, notify)
-        local = {"local_files_only": True} if config.offline else {}
+        file, local = _open_source(source, notify), {"local_files_only": True} if config.offline else {}
         try:
-            return _tokenizer_class(file).from_pretrained(source, **local)
+            return _tokenizer(file, source, local)
         except Exception as error:  # as does the tokenizers library
             raise _load_error(config.model, source, error) from error
 
@@ -325,22 +329,26 @@ def _offline_if_unreachable(config: ModelConfig, source: str) -> ModelConfig:
     return config if config.offline or Path(source).exists() or reachable(source) else replace(config, offline=True)
 
 
-def _open_source(source: str, notify: Callable[[str], None]) -> tuple[GgufFile | None, str]:
-    """The GGUF file, if `source` is one, and the folder or Hub id with config and tokenizer."""
+def _open_source(source: str, notify: Callable[[str], None]) -> GgufFile | None:
+    """The GGUF file, if `source` is one; the folder or Hub id of a checkpoint otherwise."""
     path = Path(source)
     if not path.is_file():
         if path.is_dir():
             check_folder(path)
-        return None, source
+        return None
     file = GgufFile(path)
     if note := missing_name(file):
         notify(note)
-    return file, str(export_tokenizer(file, notify))
+    return file
 
 
-def _tokenizer_class(file: GgufFile | None) -> Any:
-    """The class that reads a tokenizer. For Qwen2, the automatic one would not split text as a GGUF file says."""
-    return AutoTokenizer if file is None else PreTrainedTokenizerFast
+def _tokenizer(file: GgufFile | None, source: str, local: Mapping[str, bool]) -> Any:
+    """The tokenizer of a GGUF file or of a checkpoint, of a class of transformers."""
+    if file is None:
+        return AutoTokenizer.from_pretrained(source, **local)
+    read = gguf_tokenizer(file)
+    special = dict.fromkeys(TOKEN_KEYS) | read.special_tokens_map
+    return PreTrainedTokenizerFast(tokenizer_object=read.backend_tokenizer, chat_template=read.chat_template, **special)
 
 
 def _load_error(name: str, source: str, error: Exception) -> Exception:

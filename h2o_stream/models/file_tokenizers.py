@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
 
 from h2o_stream.models.gguf import GgufFile
-from h2o_stream.models.gguf_export import export_apart
 from h2o_stream.models.gguf_pretokenizer import BYTES, QWEN2
-from h2o_stream.models.gguf_tokenizer import byte_level_tokenizer
+from h2o_stream.models.gguf_tokenizer import gguf_tokenizer
 from h2o_stream.models.tokenizer import FileTokenizer, read_object
 
 _GENERAL = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -38,18 +36,15 @@ _FLAGS = ("byte_fallback", "fuse_unk", "ignore_merges", "unk_token")
 """What their vocabulary does without."""
 
 
-def file_tokenizer(source: Path | GgufFile, notify: Callable[[str], None]) -> FileTokenizer | None:
+def file_tokenizer(source: Path | GgufFile) -> FileTokenizer | None:
     """The tokenizer of a GGUF file or of a model's folder; None if only transformers can tell what it is.
-
-    A vocabulary that is not byte-level BPE is exported by transformers, once, in another process. `notify`: see
-    `export_tokenizer`.
 
     Raises:
         ModelNotFoundError: a file is damaged.
-        UnsupportedModelError, H2OStreamError: see `export_tokenizer`.
+        UnsupportedModelError: see `gguf_tokenizer`.
     """
     if isinstance(source, GgufFile):
-        return byte_level_tokenizer(source) or FileTokenizer.from_folder(export_apart(source, notify))
+        return gguf_tokenizer(source)
     if not (source / "tokenizer.json").exists():
         return None
     tokenizer = FileTokenizer.from_folder(source)

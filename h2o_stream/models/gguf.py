@@ -1,6 +1,6 @@
 """Reads GGUF files in place: metadata and memory-mapped tensors.
 
-`gguf_header` parses the header, `gguf_tokenizer` and `gguf_export` convert the tokenizer in it.
+`gguf_header` parses the header, `gguf_tokenizer` converts the tokenizer in it.
 """
 
 from __future__ import annotations

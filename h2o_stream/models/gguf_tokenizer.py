@@ -1,19 +1,19 @@
-"""Converts the tokenizer of a GGUF file: vocabularies of byte-level BPE here, others by transformers."""
+"""Converts the tokenizer of a GGUF file: byte-level BPE here, SentencePiece by `gguf_pieces`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
-from tokenizers.pre_tokenizers import PreTokenizer
 
-from h2o_stream.errors import H2OStreamError
+from h2o_stream.errors import H2OStreamError, UnsupportedModelError
 from h2o_stream.models.gguf import GgufFile
+from h2o_stream.models.gguf_pieces import KINDS, MERGES, sentencepiece
 from h2o_stream.models.gguf_pretokenizer import BYTES, pre_tokenizer
 from h2o_stream.models.tokenizer import FileTokenizer
 from h2o_stream.models.turn_tokens import NAMES, is_marker, is_unmistakable, missing_names
-from h2o_stream.native.gguf_types import CONTROL, NORMAL, USER_DEFINED
+from h2o_stream.native.gguf_types import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 TOKEN_KEYS = {
     name: f"tokenizer.ggml.{key}_token_id"
@@ -21,7 +21,10 @@ TOKEN_KEYS = {
 }
 """Special tokens of transformers, and the keys of their ids in files."""
 
-_TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "merges"))
+_MODEL, _TOKENS, _TYPES = (f"tokenizer.ggml.{name}" for name in ("model", "tokens", "token_type"))
+
+_BYTE_LEVEL = "gpt2"
+"""The usual kind of vocabulary, all others being KINDS of SentencePiece."""
 
 _ALPHABET = frozenset(BYTES.alphabet())
 """The letters that stand for bytes."""
@@ -30,38 +33,64 @@ _COMPOSED = ("qwen2", "qwen35")
 """Pre-tokenizers of models whose text is composed (NFC) first, which files do not say."""
 
 
-def byte_level_tokenizer(file: GgufFile) -> FileTokenizer | None:
-    """The tokenizer of a file; None if its vocabulary is not byte-level BPE.
-
-    Control tokens, and those defined by users, are in the vocabulary as they are, all others in letters for bytes.
+def gguf_tokenizer(file: GgufFile) -> FileTokenizer:
+    """The tokenizer of a file.
 
     Raises:
         ModelNotFoundError: the metadata is damaged.
-        UnsupportedModelError: see `pre_tokenizer`.
+        UnsupportedModelError: its vocabulary is of another kind, or see `pre_tokenizer`.
     """
-    if file.metadata.get("tokenizer.ggml.model") != "gpt2":
-        return None
-    split, ignore_merges = pre_tokenizer(file)
-    for key in (_TOKENS, _MERGES):
-        if key not in file.metadata:
-            raise file.damaged(f"it has no {key}")
+    kind = _required(file, _MODEL)
+    if kind != _BYTE_LEVEL and kind not in KINDS:
+        known = ", ".join((_BYTE_LEVEL, *KINDS))
+        raise UnsupportedModelError(f"{file.path.name} has a vocabulary of the kind {kind!r} ({_MODEL}), not {known}")
     try:
-        return _converted(file, split, ignore_merges)
+        return _converted(file, kind)
     except H2OStreamError:
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise file.damaged((str(error) or type(error).__name__).splitlines()[0]) from error
 
 
-def _converted(file: GgufFile, split: PreTokenizer, ignore_merges: bool) -> FileTokenizer:
+def _required(file: GgufFile, key: str) -> Any:
+    if key not in file.metadata:
+        raise file.damaged(f"it has no {key}")
+    return file.metadata[key]
+
+
+def _converted(file: GgufFile, kind: str) -> FileTokenizer:
+    _required(file, _TOKENS)
     tokens, types = file.array(_TOKENS), file.array(_TYPES)
     named = _named_tokens(file, tokens, types)
-    added = _added_tokens(tokens, types, set(named.values()))
+    special = {*named.values(), *(() if kind == _BYTE_LEVEL else _numbers_of(types, UNKNOWN))}
+    added = _added_tokens(tokens, types, special)
+    if kind == _BYTE_LEVEL:
+        backend, adds_bos = _byte_level(file, tokens, added)
+    else:
+        backend, adds_bos = sentencepiece(file, tokens), True
+    flags = {"bos_token": adds_bos, "eos_token": False}  # where the file says nothing, as llama.cpp
+    flags = {name: bool(file.metadata.get(f"tokenizer.ggml.add_{name}", flag)) for name, flag in flags.items()}
+    if kind == "gemma4":  # whose template writes it, though the flag is set
+        flags["bos_token"] = False
+    backend.post_processor = _post_processor(tokens, named, flags)
+    backend.add_tokens([token for token in added.values() if backend.token_to_id(token.content) is not None])
+    template: Any = file.metadata.get("tokenizer.chat_template")
+    contents = {name: tokens[number] for name, number in named.items()}
+    return FileTokenizer(backend, contents, template if isinstance(template, str) else None)
+
+
+def _byte_level(file: GgufFile, tokens: Sequence[str], added: Collection[int]) -> tuple[Tokenizer, bool]:
+    """The tokenizer of byte-level BPE, without special tokens, and whether texts begin with one by default.
+
+    Tokens that are `added` are in the vocabulary as they are, all others in letters for bytes.
+    """
+    split, ignore_merges = pre_tokenizer(file)
+    _required(file, MERGES)
     vocab = {
         token if number in added or _ALPHABET.issuperset(token) or is_marker(token) else _in_letters(token): number
         for number, token in enumerate(tokens)
     }
-    merges = [_pair(merge) for merge in file.array(_MERGES)]
+    merges = [_pair(merge) for merge in file.array(MERGES)]
     backend = Tokenizer(
         models.BPE(vocab, merges, continuing_subword_prefix="", end_of_word_suffix="", ignore_merges=ignore_merges)
     )
@@ -69,22 +98,14 @@ def _converted(file: GgufFile, split: PreTokenizer, ignore_merges: bool) -> File
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = split
     backend.decoder = decoders.ByteLevel()
-    backend.post_processor = _post_processor(file, tokens, named, default_bos=ignore_merges)
-    backend.add_tokens(list(added.values()))
-    template: Any = file.metadata.get("tokenizer.chat_template")
-    contents = {name: tokens[number] for name, number in named.items()}
-    return FileTokenizer(backend, contents, template if isinstance(template, str) else None)
+    return backend, ignore_merges
 
 
-def named_tokens(file: GgufFile) -> dict[str, int]:
+def _named_tokens(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     """Ids of special tokens by transformers' names, if they are no ordinary text; those without an id by their text.
 
     Raises ModelNotFoundError if one is no id.
     """
-    return _named_tokens(file, file.array(_TOKENS), file.array(_TYPES))
-
-
-def _named_tokens(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     named = {name: file.metadata[key] for name, key in TOKEN_KEYS.items() if key in file.metadata}
     for name, number in named.items():
         if type(number) is not int or not 0 <= number < len(tokens):
@@ -103,12 +124,17 @@ def _named_tokens(file: GgufFile, tokens: Sequence[str], types: Sequence[int]) -
 
 def _added_tokens(tokens: Sequence[str], types: Sequence[int], special: Collection[int]) -> dict[int, AddedToken]:
     """Tokens that stay whole in any text, by id: control tokens, those defined by users, and these special ones."""
-    controls = {*special, *(number for number, kind in enumerate(types) if kind == CONTROL)}
-    defined = {number for number, kind in enumerate(types) if kind == USER_DEFINED}
+    controls = {*special, *_numbers_of(types, CONTROL)}
+    defined = {*_numbers_of(types, USER_DEFINED)}
     return {
         number: AddedToken(tokens[number], normalized=False, special=number in controls)
         for number in sorted(controls | defined)
     }
+
+
+def _numbers_of(types: Sequence[int], kind: int) -> Iterator[int]:
+    """The ids of the tokens of a type."""
+    return (number for number, each in enumerate(types) if each == kind)
 
 
 def _in_letters(token: str) -> str:
@@ -121,12 +147,10 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _post_processor(
-    file: GgufFile, tokens: Sequence[str], named: Mapping[str, int], default_bos: bool
+    tokens: Sequence[str], named: Mapping[str, int], added: Mapping[str, bool]
 ) -> processors.TemplateProcessing:
-    """Adds the special tokens with which the file says that a text begins or ends; the default is llama.cpp's."""
-    defaults = {"bos_token": default_bos, "eos_token": False}
-    wanted = [name for name in defaults if file.metadata.get(f"tokenizer.ggml.add_{name}", defaults[name])]
-    ids = {name: named[name] for name in wanted if name in named}
+    """Adds the special tokens with which a text begins or ends, if they are `added`."""
+    ids = {name: named[name] for name, wanted in added.items() if wanted and name in named}
     begin, end = ([tokens[ids[name]]] if name in ids else [] for name in ("bos_token", "eos_token"))
 
     def framed(sequence: str, number: int) -> list[str]:

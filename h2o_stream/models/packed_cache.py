@@ -2,7 +2,7 @@
 
 ``packed/KEY`` has the packed matrices in `WEIGHTS_FILE`, and ``packed.json``, which describes the model:
 {"model": the name as typed, "quantize": "int4", "source": file, folder or repository}. Writing and removing such a
-folder requires `folder_lock`. ``gguf`` contains small files that are recreated on demand.
+folder requires `folder_lock`.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def cached_folders() -> list[CachedFolder]:
 
 
 def cached_bytes() -> int:
-    """Total size of the cache."""
-    return sum(_bytes_of(cache_folder() / name) for name in ("packed", "gguf"))
+    """Total size of packed weights."""
+    return _bytes_of(cache_folder() / "packed")
 
 
 def folder_lock(folder: Path) -> FileLock:

@@ -101,5 +101,5 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-NORMAL, CONTROL, USER_DEFINED = 1, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Types of tokens."""

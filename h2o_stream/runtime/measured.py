@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from h2o_stream.base.measurements import read_measurement, save_measurement
 from h2o_stream.base.resources import version_of
-from h2o_stream.cache.measurements import read_measurement, save_measurement
 from h2o_stream.cache.windows import HeadWindow
 from h2o_stream.models.file_identity import content_identity, model_identity
 from h2o_stream.native import library

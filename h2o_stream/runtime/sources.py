@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from h2o_stream.base.measurements import LONG_S
 from h2o_stream.base.memory import format_bytes, free_bytes
 from h2o_stream.base.progress import ProgressCallback, ignore
-from h2o_stream.cache.measurements import LONG_S
 from h2o_stream.errors import OutOfMemoryError
 from h2o_stream.models.file_identity import file_digest
 from h2o_stream.models.file_tokenizers import file_tokenizer
@@ -197,7 +197,7 @@ class ModelFile(Source):
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
-        return with_template(file_tokenizer(self.file, ignore))
+        return with_template(file_tokenizer(self.file))
 
 
 class Checkpoint(Source):
@@ -244,7 +244,7 @@ class Checkpoint(Source):
 
     def tokenizer(self) -> tuple[FileTokenizer, tuple[str, ...]]:
         """See `Source`."""
-        tokenizer = file_tokenizer(self.path, ignore)
+        tokenizer = file_tokenizer(self.path)
         if tokenizer is None:
             raise DescriptionError("only transformers can tell what its tokenizer is")
         return with_template(tokenizer)
