@@ -85,8 +85,8 @@ def layers(rows: int = 1, quantized: str = "", **settings: object) -> None:
     if quantized:
         description = in_blocks(description, TensorType[quantized])
     assert not gpu_layers.why_not(description)
-    x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
-    stream = gpu_layers.run(description, x, lambda number, attention, projected: torch.zeros_like(x))
+    x, ids = torch.zeros(rows, 1024, dtype=torch.bfloat16), torch.zeros(rows, dtype=torch.int64)
+    stream = gpu_layers.run(description, ids, x.dtype, lambda number, attention, projected: torch.zeros_like(x))
     gpu_layers.logits_of(description, stream)
 
 
@@ -110,9 +110,9 @@ def experts(rows: int = 1, dtype: torch.dtype = torch.bfloat16, quantized: str =
     if quantized:
         description = in_blocks(description, TensorType[quantized])
     assert not gpu_layers.why_not(description)
-    x = torch.zeros(rows, config.hidden_size, dtype=dtype)
     columns = [layer.attention.out.columns for layer in description.layers if layer.attention]
-    gpu_layers.run(description, x, lambda number, *_: x.new_zeros(rows, columns[number]))
+    ids = torch.zeros(rows, dtype=torch.int64)
+    gpu_layers.run(description, ids, dtype, lambda number, *_: torch.zeros(rows, columns[number], dtype=dtype))
 
 
 def norms(dtype: torch.dtype = torch.bfloat16) -> None:

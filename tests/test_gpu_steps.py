@@ -47,6 +47,7 @@ FUSED = [
     "MiMo V2",
     "nanochat",
     "DeepSeek V3",
+    "Gemma 4",
     *HYBRIDS,
 ]
 

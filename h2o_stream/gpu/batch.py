@@ -16,7 +16,7 @@ from h2o_stream.cache.head_group import HeadGroup
 from h2o_stream.gpu import available
 from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.gpu.joint_steps import Tables
-from h2o_stream.gpu.layers import embedded, logits_of, run
+from h2o_stream.gpu.layers import logits_of, run
 from h2o_stream.gpu.steps import FusedSteps
 from h2o_stream.native.attention import Attention
 from h2o_stream.native.description import Description
@@ -119,7 +119,7 @@ class FusedBatch(Generic[Row]):
                 of_stream(number, layer, projected[part], out[part])
             return out
 
-        stream = run(self._description, embedded(self._description, ids, steppers[0].dtype), mix)
+        stream = run(self._description, ids, steppers[0].dtype, mix)
         last = None if num_steps == len(parts) else torch.tensor(ends[1:], device=ids.device) - 1
         return SimpleNamespace(logits=logits_of(self._description, stream, last))
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn import functional
 
 from h2o_stream.gpu import mixers, mlps
 from h2o_stream.gpu.matrices import gemv, in_products, multiply, norm_in_place, overlapping, rows_of
@@ -32,9 +34,9 @@ last matrix is multiplied with."""
 
 def why_not(description: Description) -> str:
     """Why the kernels do not compute this model, or nothing."""
-    whole = (description.learned_positions, description.layer_embeddings, description.versions)
-    norm = description.embedding_norm
-    if any(part is not None for part in whole) or (norm.kind and not in_products(norm)):
+    norms = [description.embedding_norm, *([x.norm] if (x := description.layer_embeddings) else [])]
+    special = description.learned_positions is not None or description.versions
+    if special or any(norm.kind and not in_products(norm) for norm in norms):
         return "its embeddings are special"
     matrices = [description.embedding, *description.matrices]
     if any(matrix.kind not in mlps.DENSE and not isinstance(matrix, BlockMatrix) for matrix in matrices):
@@ -44,7 +46,7 @@ def why_not(description: Description) -> str:
 
 def _why_not_layer(layer: Layer) -> str:
     attention, mlp = layer.attention, layer.mlp
-    if layer.own_embedding or layer.altup or layer.laurel or layer.output_scale != 1:
+    if layer.altup or layer.laurel or (layer.own_embedding and not isinstance(mlp, Mlp)):
         return "its layers are special"
     if attention and layer.mixer and layer.after_attention.kind:
         return "the sum of its attention and recurrent layers is normed"
@@ -64,11 +66,8 @@ def _why_not_attention(attention: Attention) -> str:
     at, size = attention.heads, attention.head_size
     if attention.norms_all_heads and (at.query_stride, at.key_stride) != (size, size):
         return "its queries and keys are normed in another way"
-    if attention.columns or attention.source is not None:
-        return "some of its layers share keys and values"
-    others = [attention.output_norm, *(latent.norm for latent in attention.latent)]
-    special = attention.value_norm.kind or any(norm.kind and not in_products(norm) for norm in others)
-    return "its attention is special" if special else ""
+    others = [attention.value_norm, attention.output_norm, *(latent.norm for latent in attention.latent)]
+    return "its attention is special" if any(norm.kind and not in_products(norm) for norm in others) else ""
 
 
 class OrderedHeads(NamedTuple):
@@ -84,8 +83,8 @@ class OrderedHeads(NamedTuple):
     order: Tensor | None
 
 
-def in_order(attention: Attention) -> OrderedHeads:
-    """The heads of an attention whose norms of all heads, if there are some, were applied."""
+def in_order(attention: Attention, lender: Attention | None) -> OrderedHeads:
+    """The heads of an attention whose norms of all heads, if there are some, were applied; see `_projected`."""
     order, size, width, tail = attention.elements, attention.head_size, attention.value_size, attention.key_tail
     rotated = attention.rope.order if attention.rope else None
     if rotated is not None:
@@ -98,7 +97,11 @@ def in_order(attention: Attention) -> OrderedHeads:
 
     norms = of_heads(attention.query_norm), of_heads(attention.key_norm)
     at, queries, keys = attention.heads, attention.query_heads, attention.kv_heads
-    if order is None and tail is None:
+    if starts := (lender or attention).columns:
+        matrices, own = (lender or attention).qkv, attention.qkv[0].rows if lender else 0
+        place = dict(zip(starts, accumulate((matrix.rows for matrix in matrices), initial=own), strict=False))
+        at = replace(at, key_offset=place[at.key_offset], value_offset=place[at.value_offset])
+    if order is None and tail is None and at.key_offset != at.value_offset:
         return OrderedHeads(at, *norms, None)
     within = torch.arange(size) if order is None else order.long().cpu()
 
@@ -177,19 +180,31 @@ class Residual:
         return out
 
 
-def embedded(description: Description, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, hidden] of n tokens."""
+def _embedded(description: Description, tokens: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """[n, hidden] of n tokens, and [layers, n, size] for each layer, if there are such."""
     rows = rows_of(description.embedding, tokens.flatten(), dtype)
     if description.embedding_scale != 1:
         rows = rows * description.embedding_scale
     if description.embedding_norm.kind:
         norm_in_place(rows, (0, description.embedding_norm))
-    return rows
+    parts = description.layer_embeddings
+    if parts is None:
+        return rows, None
+    shape, norm = (len(rows), len(description.layers), -1), parts.norm
+    of_rows = (multiply([parts.projection], rows) * parts.projection_scale).view(shape)
+    of_rows = functional.rms_norm(of_rows.float(), of_rows.shape[2:], norm.weight, norm.epsilon).to(dtype)
+    of_tokens = rows_of(parts.embedding, tokens.flatten(), dtype).view(shape) * parts.scale
+    return rows, ((of_rows + of_tokens) * parts.output_scale).transpose(0, 1).contiguous()
 
 
-def _projected(attention: Attention, x: Tensor, norm: Norm) -> Tensor:
-    """[rows, n] queries, keys and values, or what they are made of: the vector of `Attention.qkv`."""
+def _projected(attention: Attention, x: Tensor, norm: Norm, lent: dict[int, Tensor]) -> Tensor:
+    """[rows, n] queries, keys and values, or what they are made of: the vector of `Attention.qkv`, without gaps.
+
+    Behind the queries of a layer that uses the keys and values of an earlier one is that layer's, which was `lent`.
+    """
     vector = multiply(attention.qkv, x, norm)
+    if attention.source is not None:
+        vector = torch.cat((vector, lent[attention.source]), 1)
     for latent in attention.latent:
         part = vector[:, latent.start : latent.start + latent.matrix.columns].contiguous()
         few = len(x) <= FEW
@@ -199,28 +214,36 @@ def _projected(attention: Attention, x: Tensor, norm: Norm) -> Tensor:
     return vector
 
 
-def run(description: Description, x: Tensor, mix: MixTokens) -> Residual:
-    """Take embeddings [rows, hidden] through all layers."""
-    stream = Residual(x, description.residual_scale)
+def run(description: Description, tokens: Tensor, dtype: torch.dtype, mix: MixTokens) -> Residual:
+    """Take tokens, a row of the stream each, through all layers."""
+    x, of_layers = _embedded(description, tokens, dtype)
+    stream, lent = Residual(x, description.residual_scale), dict[int, Tensor]()
     for number, layer in enumerate(description.layers):
         attention, mixer, mlp = layer.attention, layer.mixer, layer.mlp
         normed = stream.normed(layer.before_attention) if attention or mixer else (stream.x, NO_NORM)
         projected: list[tuple[Attention | Mixer, Tensor]] = []
         if attention:
-            projected.append((attention, _projected(attention, *normed)))
+            vector = _projected(attention, *normed, lent)
+            if attention.columns:
+                lent[number] = vector.clone()  # it is written in place
+            projected.append((attention, vector))
         if mixer:
             projected.append((mixer, multiply(mixer.projections, *normed)))
         before = stream.normed(layer.before_mlp) if layer.parallel else None
         for part, products in projected:
             stream.add(part.out, mix(number, part, products), layer.after_attention)
-        if mlp is None:
-            continue
-        inputs, norm = before or stream.normed(layer.before_mlp)
+        if mlp:
+            inputs, norm = before or stream.normed(layer.before_mlp)
         if isinstance(mlp, Experts):
             stream.add_products(mlps.mixed(mlp, inputs, norm), layer.after_mlp)
-        else:
-            assert isinstance(mlp, Mlp)
+        elif isinstance(mlp, Mlp):
             stream.add(mlp.down, mlps.inner(mlp, inputs, norm), layer.after_mlp)
+            if own := layer.own_embedding:
+                assert of_layers is not None
+                gates = multiply([own.gate], stream.folded())
+                stream.add(own.out, mlps.let_through(gates, of_layers[number], mlp.activation), own.norm)
+        if layer.output_scale != 1:
+            stream.folded().mul_(layer.output_scale)
     return stream
 
 

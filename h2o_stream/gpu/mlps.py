@@ -88,10 +88,14 @@ def _gated(mlp: Mlp, x: Tensor, norm: Norm) -> Tensor:
     if len(x) <= FEW:
         return gemv(matrices, x, norm, gated=mlp.gate is not None, activation=activation)
     parts = products(matrices, x)  # one, if they are joined
-    gate, up = parts[0][:, :size], parts[-1][:, -size:] if mlp.gate else None
-    out = gate if gate.is_contiguous() else gate.new_empty(gate.shape)
-    gate_kernel[len(x), triton.cdiv(size, GATE_COLUMNS)](
-        gate, up, out, gate.stride(0), size, ACTIVATION=activation, BN=GATE_COLUMNS, **overlapping(x)
+    return let_through(parts[0][:, :size], parts[-1][:, -size:] if mlp.gate else None, activation)
+
+
+def let_through(gate: Tensor, up: Tensor | None, activation: int) -> Tensor:
+    """[rows, n] that gates [rows, n] let through, perhaps in their place; or gates under an activation."""
+    out, (rows, size) = gate if gate.is_contiguous() else gate.new_empty(gate.shape), gate.shape
+    gate_kernel[rows, triton.cdiv(size, GATE_COLUMNS)](
+        gate, up, out, gate.stride(0), size, ACTIVATION=int(activation), BN=GATE_COLUMNS, **overlapping(gate)
     )
     return out
 

@@ -21,7 +21,7 @@ from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.gpu.groups import walks
 from h2o_stream.gpu.journal import Journal
 from h2o_stream.gpu.kernels import GpuKernels
-from h2o_stream.gpu.layers import embedded, logits_of, run
+from h2o_stream.gpu.layers import logits_of, run
 from h2o_stream.gpu.lookahead import PASSES, GpuPasses
 from h2o_stream.gpu.stream_attention import StreamAttention
 from h2o_stream.native.attention import Attention
@@ -177,7 +177,7 @@ class FusedSteps:
         def mix(number: int, part: Attention | Mixer, projected: Tensor) -> Tensor:
             return self.attention.steps(number, part, projected, rows=rows, journal=self._journal)
 
-        stream = run(self.description, embedded(self.description, input_ids, self.dtype), mix)
+        stream = run(self.description, input_ids, self.dtype, mix)
         return SimpleNamespace(logits=logits_of(self.description, stream).view(rows, new, -1))
 
     # passes
@@ -262,7 +262,7 @@ class FusedSteps:
                 done[number].record()
             return out
 
-        stream = run(self.description, embedded(self.description, tokens, self.dtype), mix)
+        stream = run(self.description, tokens, self.dtype, mix)
         if not keep:
             return None
         places = torch.arange(rows * new, device=tokens.device).view(rows, new)[:, -keep:]

@@ -23,7 +23,7 @@ from h2o_stream.gpu.kernels import GpuKernels, NewTokens, Norms
 from h2o_stream.gpu.layers import OrderedHeads, in_order
 from h2o_stream.gpu.matrices import norm_in_place
 from h2o_stream.native.attention import Attention
-from h2o_stream.native.description import Description
+from h2o_stream.native.description import Description, Norm
 from h2o_stream.native.mixers import Mixer
 
 
@@ -42,7 +42,8 @@ class StreamAttention:
         self._mixers = {number: layer.mixer for number, layer in enumerate(description.layers) if layer.mixer}
         for layer in description.layers:
             if attention := layer.attention:
-                ordered = in_order(attention)
+                source = None if attention.source is None else description.layers[attention.source].attention
+                ordered = in_order(attention, source)
                 order = None if ordered.order is None else ordered.order.to(self._device)
                 self._ordered[attention] = ordered._replace(order=order)
 
@@ -114,9 +115,8 @@ class StreamAttention:
         (heads, out), ordered = self._heads(part, projected, out, rows), self._ordered[part]
         new = heads.out.shape[2]
         _heat(part, heads.query, [self._cache.layers[number]], offset)
-        for x, norm in ((heads.query, ordered.query_norm), (heads.key, ordered.key_norm)):
-            if norm.weight is not None:
-                x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
+        _norm(heads.query, ordered.query_norm)
+        _norm(heads.key, ordered.key_norm)
         starts = [(length + offset, new) for length in self._cache.tokens.lengths or (0,) * rows]
         for group in self._cache.layers[number].head_groups:
             of_group, transform = heads._replace(heads=group.heads), _transform(part)
@@ -151,6 +151,7 @@ class StreamAttention:
         query = heads(part.query_heads, part.head_size, at.query_offset, at.query_stride)
         key = heads(part.kv_heads, part.head_size, at.key_offset, at.key_stride)
         value = heads(part.kv_heads, part.value_size, at.value_offset, at.value_stride)
+        _norm(value, part.value_norm)
         if part.value_scale != 1:
             value.mul_(part.value_scale)
         return NewTokens(query, key, value, out.view(rows, new, part.query_heads, -1).transpose(1, 2)), out
@@ -158,6 +159,12 @@ class StreamAttention:
 
 def _transform(attention: Attention) -> LogitTransform:
     return LogitTransform(attention.scaling, attention.softcap or None, attention.sink_logits)
+
+
+def _norm(x: Tensor, norm: Norm) -> None:
+    """Put heads [..., D] under a norm, in place."""
+    if norm.weight is not None:
+        x.copy_(functional.rms_norm(x.float(), x.shape[-1:], norm.weight, norm.epsilon))
 
 
 def _heat(attention: Attention, query: Tensor, layers: Sequence[EvictingLayer], offset: int = 0) -> None:
