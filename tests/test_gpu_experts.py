@@ -113,13 +113,13 @@ def test_matrices_as_they_are_stored(rows: int, layout: GateLayout) -> None:
     torch.manual_seed(0)
     count, hidden, inner, weighs = 5, 36, 8, layout == GateLayout.HALVES
     plain = made(Scoring.SOFTMAX, True, 2, True, False, count, hidden, inner)
-    numbers = {"activation": Activation.CLAMPED_SWIGLU, "parameters": (1.7, 0.5, 1.0)}
+    swiglu = {"activation": Activation.CLAMPED_SWIGLU, "parameters": (1.7, 0.5, 1.0)}
     biased = {
         name: replace(part, bias=None if weighs else torch.randn(part.rows))
         for name, part in (("gate", matrix(count * inner, hidden)), ("up", matrix(count * inner, hidden)),
                            ("down", plain.down))
     }  # fmt: skip
-    plain = replace(plain, router=replace(plain.router, weighs_inputs=weighs), stride=inner, **biased, **numbers)
+    plain = replace(plain, router=replace(plain.router, weighs_inputs=weighs), stride=inner, **biased, **swiglu)
     if layout == GateLayout.APART:
         check(plain, plain, rows, 1e-5)
         return

@@ -73,10 +73,10 @@ def route_kernel(logits, bias, factors, chosen, weights, scale, E: tl.constexpr,
 
 
 @triton.jit
-def _products(acc, gates, GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr):
+def _products(acc, gates, GATED: tl.constexpr, ACTIVATION: tl.constexpr, PARAMETERS: tl.constexpr):
     """Products under an activation, or times gates under it."""
     if GATED:
-        acc = gated(gates, acc, ACTIVATION, NUMBERS)
+        acc = gated(gates, acc, ACTIVATION, PARAMETERS)
     elif ACTIVATION >= 0:
         acc = activated(acc, ACTIVATION)
     return acc
@@ -84,7 +84,7 @@ def _products(acc, gates, GATED: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS
 
 @triton.jit
 def experts_kernel(x, gate, up, gate_bias, bias, chosen, weights, norm, out, stride, eps, N: tl.constexpr,
-                   K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr,
+                   K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, PARAMETERS: tl.constexpr,
                    LINE: tl.constexpr, COLUMN: tl.constexpr, TURNS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                    PDL: tl.constexpr):  # fmt: skip
     """out [pairs, N] = activation(gate @ v) * (up @ v) for the row v of each pair, of experts `stride` rows apart.
@@ -127,7 +127,7 @@ def experts_kernel(x, gate, up, gate_bias, bias, chosen, weights, norm, out, str
         of_gates += tl.load(gate_bias + first + lines)
     if TURNS:
         of_gates, y = tl.split(tl.reshape(y, [BN, 2]))
-    y = _products(y, of_gates, TURNS or gate is not None, ACTIVATION, NUMBERS)
+    y = _products(y, of_gates, TURNS or gate is not None, ACTIVATION, PARAMETERS)
     tl.store(out + pair * N + tl.program_id(0) * BN + tl.arange(0, BN), y.to(out.dtype.element_ty))
 
 
@@ -204,7 +204,7 @@ def _block(order, starts, E: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 def grouped_kernel(
     x, gate, weight, gate_bias, bias, weights, order, starts, out, stride, E: tl.constexpr, N: tl.constexpr,
-    K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, NUMBERS: tl.constexpr, LINE: tl.constexpr,
+    K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr, PARAMETERS: tl.constexpr, LINE: tl.constexpr,
     COLUMN: tl.constexpr, TURNS: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -240,7 +240,7 @@ def grouped_kernel(
             gates += tl.load(gate_bias + expert * stride + lines, mask=there, other=0.0)[None, :]
         if TURNS:
             gates, acc = tl.split(tl.reshape(acc, [BM, BN, 2]))
-        _store(_products(acc, gates, TURNS or gate is not None, ACTIVATION, NUMBERS), pair, real, out, N, BN)
+        _store(_products(acc, gates, TURNS or gate is not None, ACTIVATION, PARAMETERS), pair, real, out, N, BN)
 
 
 @triton.jit
@@ -255,7 +255,7 @@ def _store(y, pair, real, out, N: tl.constexpr, BN: tl.constexpr):
 def grouped_blocks_kernel(
     x, gate_codes, gate_high, gate_scales, codes, high, scales, norm, order, starts, out, eps, gate_offset_bits,
     offset_bits, E: tl.constexpr, N: tl.constexpr, K: tl.constexpr, CHOSEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    NUMBERS: tl.constexpr, GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
+    PARAMETERS: tl.constexpr, GATE_TYPE: tl.constexpr, TYPE: tl.constexpr, EP: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, J: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `grouped_kernel`, of matrices in blocks, whose experts follow one another; and of rows under an RMS norm."""
@@ -290,7 +290,7 @@ def grouped_blocks_kernel(
         if norm is not None:
             factor = (1.0 / tl.sqrt(squares / K + eps))[:, None]
             acc, gates = acc * factor, gates * factor
-        _store(_products(acc, gates, gate_codes is not None, ACTIVATION, NUMBERS), pair, real, out, N, BN)
+        _store(_products(acc, gates, gate_codes is not None, ACTIVATION, PARAMETERS), pair, real, out, N, BN)
 
 
 @triton.jit

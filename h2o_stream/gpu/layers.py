@@ -98,8 +98,8 @@ def in_order(attention: Attention, lender: Attention | None) -> OrderedHeads:
     norms = of_heads(attention.query_norm), of_heads(attention.key_norm)
     at, queries, keys = attention.heads, attention.query_heads, attention.kv_heads
     if starts := (lender or attention).columns:
-        matrices, own = (lender or attention).qkv, attention.qkv[0].rows if lender else 0
-        place = dict(zip(starts, accumulate((matrix.rows for matrix in matrices), initial=own), strict=False))
+        matrices, start = (lender or attention).qkv, attention.qkv[0].rows if lender else 0
+        place = dict(zip(starts, accumulate((matrix.rows for matrix in matrices), initial=start), strict=False))
         at = replace(at, key_offset=place[at.key_offset], value_offset=place[at.value_offset])
     if order is None and tail is None and at.key_offset != at.value_offset:
         return OrderedHeads(at, *norms, None)
@@ -200,7 +200,7 @@ def _embedded(description: Description, tokens: Tensor, dtype: torch.dtype) -> t
 def _projected(attention: Attention, x: Tensor, norm: Norm, lent: dict[int, Tensor]) -> Tensor:
     """[rows, n] queries, keys and values, or what they are made of: the vector of `Attention.qkv`, without gaps.
 
-    Behind the queries of a layer that uses the keys and values of an earlier one is that layer's, which was `lent`.
+    Of a layer that uses the keys and values of an earlier one, it is queries, and then that layer's, which was `lent`.
     """
     vector = multiply(attention.qkv, x, norm)
     if attention.source is not None:
@@ -238,10 +238,11 @@ def run(description: Description, tokens: Tensor, dtype: torch.dtype, mix: MixTo
             stream.add_products(mlps.mixed(mlp, inputs, norm), layer.after_mlp)
         elif isinstance(mlp, Mlp):
             stream.add(mlp.down, mlps.inner(mlp, inputs, norm), layer.after_mlp)
-            if own := layer.own_embedding:
+            if embedding := layer.own_embedding:
                 assert of_layers is not None
-                gates = multiply([own.gate], stream.folded())
-                stream.add(own.out, mlps.let_through(gates, of_layers[number], mlp.activation), own.norm)
+                gates = multiply([embedding.gate], stream.folded())
+                passed = mlps.let_through(gates, of_layers[number], mlp.activation)
+                stream.add(embedding.out, passed, embedding.norm)
         if layer.output_scale != 1:
             stream.folded().mul_(layer.output_scale)
     return stream

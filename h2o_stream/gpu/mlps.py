@@ -153,10 +153,10 @@ def _steps(matrix: Any, stride: int) -> dict[str, Any]:
 
 
 def _activation(experts: Experts) -> dict[str, Any]:
-    return {"ACTIVATION": int(experts.activation), "NUMBERS": (*experts.parameters,)}
+    return {"ACTIVATION": int(experts.activation), "PARAMETERS": (*experts.parameters,)}
 
 
-_NO_ACTIVATION = {"ACTIVATION": -1, "NUMBERS": ()}
+_NO_ACTIVATION = {"ACTIVATION": -1, "PARAMETERS": ()}
 
 
 def _of_few_rows(

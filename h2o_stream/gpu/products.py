@@ -35,12 +35,12 @@ def activated(x, KIND: tl.constexpr):
 
 
 @triton.jit
-def gated(gate, up, KIND: tl.constexpr, NUMBERS: tl.constexpr):
+def gated(gate, up, KIND: tl.constexpr, PARAMETERS: tl.constexpr):
     """What gates of an MLP let through, under an activation with these parameters; see `abi.h`."""
     if KIND == CLAMPED_SWIGLU:
-        gate = tl.minimum(gate, NUMBERS[1])
-        up = tl.minimum(tl.maximum(up, -NUMBERS[1]), NUMBERS[1])
-        y = gate * tl.sigmoid(NUMBERS[0] * gate) * (up + NUMBERS[2])
+        gate = tl.minimum(gate, PARAMETERS[1])
+        up = tl.minimum(tl.maximum(up, -PARAMETERS[1]), PARAMETERS[1])
+        y = gate * tl.sigmoid(PARAMETERS[0] * gate) * (up + PARAMETERS[2])
     else:
         y = up * activated(gate, KIND)
     return y
