@@ -1,6 +1,7 @@
 """What takes long happens in other threads: texts, states, indexes and lists that others do not wait for."""
 
 import json
+import subprocess
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from h2o_stream.base.processes import python_command
 from h2o_stream.cache import state
 from h2o_stream.cache.slots import Slots
 from h2o_stream.models import tokenizer
@@ -29,11 +31,22 @@ server, _goes_on = served.impatient_server, served.goes_on
 
 
 def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
-    pace, found = Pace(), list[int]()
-    for seconds, replies in ((9, False), (0.2, True), (0.2, True), (0.05, True), (9, True), (9, True), (0.01, True)):
-        pace.note(seconds, replies)
-        found.append(pace.tokens)
-    assert found == [256, 128, 64, 64, 32, 32, 64]
+    pace, parts = Pace(), list[int]()
+    steps = (0.4, 256, False), (0.1, 64, True), (9, 64, True), (0.001, 32, True), (9, 256, False)
+    for seconds, tokens, replies in steps:
+        pace.replies = replies
+        pace.note(seconds, tokens)
+        parts.append(pace.tokens)
+    assert parts == [256, 64, 32, 256, 256]
+
+
+def test_a_server_ends_while_a_long_text_is_tokenized() -> None:
+    code = (
+        "import time, typer; from h2o_stream.cli import run; from h2o_stream.models import tokenizer; "
+        "app = typer.Typer(); app.command()(lambda: tokenizer._background().submit(time.sleep, 600)); "
+        "run.main('h2o-serve', app)"
+    )
+    subprocess.run(python_command(code), timeout=120, check=True)
 
 
 def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,25 @@ def test_a_client_that_says_nothing_costs_nothing() -> None:
     assert asyncio.run(seen()) == (1, 1)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="the system does not wait for what they send")
+def test_connections_that_have_sent_nothing_for_long_are_not_taken() -> None:
+    """A thousand of them at once would keep others waiting."""
+    (accepting,) = bound(ServeConfig(host="127.0.0.1", port=0))
+    with accepting, ExitStack() as stack:
+        accepting.listen()
+        accepting.setblocking(False)
+        silent, speaking, gone = (stack.enter_context(socket.create_connection(accepting.getsockname())) for _ in "123")
+        gone.close()
+        speaking.sendall(b"GET")
+        taken, address = accepting.accept()
+        with taken:
+            assert address == speaking.getsockname()
+        with pytest.raises(BlockingIOError):
+            accepting.accept()
+        silent.settimeout(60)
+        assert silent.recv(1) == b""
+
+
 def address(server: connections.Server) -> tuple[str, int]:
     """Where it listens."""
     host, port = server.servers[0].sockets[0].getsockname()

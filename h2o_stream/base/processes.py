@@ -1,13 +1,26 @@
-"""Processes started together by ``accelerate launch`` or ``torchrun``; usually there is only one."""
+"""Other processes: those that this one has started, and those started with it by ``accelerate launch`` or ``torchrun``."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 from typing import Any
 
 from h2o_stream.base.options import whole_number
 from h2o_stream.errors import ConfigError
+
+
+def yield_to_others(task: int) -> None:
+    """Let a process, or on Linux a thread, have the processors only while nobody else wants them.
+
+    Linux weighs tasks by niceness within a session only, and lets a nice one finish its slice before others.
+    """
+    with suppress(OSError):
+        if hasattr(os, "SCHED_IDLE"):
+            os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.setpriority(os.PRIO_PROCESS, task, 19)
 
 
 class Processes:

@@ -14,11 +14,11 @@ from typing import Any, Literal, Self
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.base.json_text import parse_json
+from h2o_stream.base.processes import yield_to_others
+from h2o_stream.base.startup import LONG_TEXTS
 from h2o_stream.base.token_texts import tokenizer_errors, without_panics
 from h2o_stream.errors import ModelNotFoundError
 from h2o_stream.models.rendering import render
-
-_LOWEST_PRIORITY = 19
 
 _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
@@ -48,7 +48,7 @@ def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) ->
 @cache
 def _background() -> ThreadPoolExecutor:
     """A thread that leaves the processors to others, as far as the system has priorities of threads."""
-    return ThreadPoolExecutor(1, "h2o-tokens", _yield_to_others)
+    return ThreadPoolExecutor(1, LONG_TEXTS, _yield_to_others)
 
 
 if hasattr(os, "register_at_fork"):
@@ -57,7 +57,7 @@ if hasattr(os, "register_at_fork"):
 
 def _yield_to_others() -> None:
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        yield_to_others(threading.get_native_id())
 
 
 class FileTokenizer:

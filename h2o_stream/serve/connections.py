@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -90,6 +90,25 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+class _Listening(socket.socket):
+    """Accepts connections that have sent something: where the system waits for that, it has waited long for others."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """The next of them.
+
+        Raises:
+            BlockingIOError: it has not come yet, or many others came before it.
+        """
+        for _ in range(_BACKLOG):
+            connection, address = super().accept()
+            connection.setblocking(False)
+            with suppress(OSError):
+                if not hasattr(socket, "TCP_DEFER_ACCEPT") or connection.recv(1, socket.MSG_PEEK):
+                    return connection, address
+            connection.close()
+        raise BlockingIOError
+
+
 def raise_file_limit() -> int:
     """Allow the process as many descriptors as the system lets it have. Returns how many."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -130,7 +149,7 @@ def bound(config: ServeConfig) -> list[socket.socket]:
         for family, kind, protocol, _, place in dict.fromkeys(
             socket.getaddrinfo(config.host, port, type=socket.SOCK_STREAM)
         ):
-            sockets.append(socket.socket(family, kind, protocol))
+            sockets.append(_Listening(family, kind, protocol))
             sockets[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 sockets[-1].setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 
+from h2o_stream.base.processes import yield_to_others
 from h2o_stream.errors import DataError
 from h2o_stream.serve.errors import ApiError
 from h2o_stream.serve.grammar_process import foresee_message, read_answer, step_message
@@ -21,10 +22,8 @@ less, of the processor's time, but others may have the processor."""
 QUICK_S = 0.2
 """Seconds after which its process lets others have the processors."""
 
-_POLL_S, _NICE = 0.02, 15
-
-_FORESEE_S = 0.005
-"""Seconds that guesses are waited for."""
+_POLL_S, _FORESEE_S = 0.02, 0.005
+"""Seconds between two looks at its process, and that guesses are waited for."""
 
 
 class GrammarProcess:
@@ -123,8 +122,7 @@ class GrammarProcess:
         """Let others have the processors: it takes longer than most."""
         if not self._slow:
             self._slow = True
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._pid, _NICE)
+            yield_to_others(self._pid)
 
     def kill(self) -> None:
         """End it."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy
 import psutil
 
+from h2o_stream.base.processes import yield_to_others
 from h2o_stream.config import STRUCTURE
 from h2o_stream.engine.grammar import Matcher, Sample, compile_rules, guided
 from h2o_stream.engine.speculation import foresee
@@ -38,8 +39,8 @@ STEP_S = 2.0
 _WATCH_S = 0.1
 """Seconds after which the memory of all grammars is looked at again."""
 
-_LONG_S, _NICE = 0.3, 19
-"""Processor seconds of an ordinary grammar, and the niceness of those that take more."""
+_LONG_S = 0.3
+"""Processor seconds of an ordinary grammar."""
 
 _STEP = struct.Struct("<Ii")
 """Number of a reply, and the grammar it begins with, or -1; the tokens follow. In answers it is `ALLOWED`, and what may
@@ -99,7 +100,7 @@ def _watch(begun: dict[psutil.Process, int], max_bytes: int) -> None:
         try:
             taken[process] = max(_resident(process) - before, 0)
             if sum(process.cpu_times()[:2]) > _LONG_S:
-                process.nice(_NICE)
+                yield_to_others(process.pid)
         except psutil.NoSuchProcess:
             del begun[process]
     if sum(taken.values()) > max_bytes:

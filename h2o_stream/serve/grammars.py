@@ -114,7 +114,7 @@ class Grammars:
             with theirs:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], start_new_session=True,
+                    pass_fds=[theirs.fileno()], process_group=0,  # not a session, see `yield_to_others`
                 )  # fmt: skip
             self._server = Connection(ours.detach())
             tokenizer, ends, vocabulary = self._values

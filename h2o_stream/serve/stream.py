@@ -66,7 +66,7 @@ class LogprobSampler(Sampler):
 
 def _logprob(logits: Scores, token: int, count: int) -> Logprob:
     top = logits.max()
-    total = float(top) + float(numpy.log(numpy.exp(logits - top, dtype=numpy.float64).sum()))
+    total = float(top) + float(numpy.log(numpy.exp(logits - top).sum(dtype=numpy.float64)))
     likely = tuple((int(number), max(float(logits[number]) - total, _LEAST)) for number in _likeliest(logits, count))
     return Logprob(token, max(float(logits[token]) - total, _LEAST), likely)
 
@@ -80,20 +80,23 @@ def _likeliest(logits: Scores, count: int) -> TokenIds:
 
 
 class Pace:
-    """How many tokens of prompts are read in a step with tokens of replies: as many as these can wait for.
+    """How many tokens of prompts are read in a step, with tokens of replies as many as these can wait for.
 
     Attributes:
-        tokens: number of prompt tokens in the next step.
+        replies: whether there are tokens of replies in the next step.
     """
 
-    tokens = MAX_PART
+    def __init__(self) -> None:
+        self.replies, self._tokens = False, MAX_PART
 
-    def note(self, seconds: float, replies: bool) -> None:
-        """Prompts were read in a step that took so long, with replies or without."""
-        if replies and seconds > SLOW_S:
-            self.tokens = max(self.tokens // 2, MIN_PART)
-        elif not replies or seconds < SLOW_S / 4:
-            self.tokens = min(self.tokens * 2, MAX_PART)
+    @property
+    def tokens(self) -> int:
+        """Number of prompt tokens in the next step."""
+        return self._tokens if self.replies else MAX_PART
+
+    def note(self, seconds: float, tokens: int) -> None:
+        """So many tokens of prompts were read in a step that took so long."""
+        self._tokens = min(max(int(tokens * SLOW_S / max(seconds, 1e-9)), MIN_PART), MAX_PART)
 
 
 class Waits:

@@ -153,6 +153,7 @@ class Worker:
 
     def _schedule(self) -> list[Job]:
         """Take replies to where they wait for the model. Returns those whose tokens are taken now."""
+        self._conversations.pace.replies = any(job.tokens for job in self._jobs)
         for job in list(self._jobs):
             if job.late:
                 self._endings.interrupt(job, "length")
@@ -191,7 +192,7 @@ class Worker:
         seconds = time.perf_counter() - started
         self._metrics.stepped(len(batch.jobs), seconds)
         if batch.plans:
-            self._conversations.pace.note(seconds, bool(batch.steps))
+            self._conversations.pace.note(seconds, sum(len(job.live.engine.waiting) for job in batch.reads))
         for job, scores in zip(batch.jobs, logits, strict=True):
             engine = job.live.engine
             engine.finish(scores.copy() if several or job.is_long or engine.grammar else scores)

@@ -120,8 +120,12 @@ class Probe:
         for thread in threads:
             thread.join()
         for name, seconds in sorted(self._seen.items()):
-            middle = sorted(seconds)[len(seconds) // 2]
-            print(f"{name}: {len(seconds)}, median {middle:.3f} s, largest {max(seconds):.3f} s", flush=True)
+            ordered = sorted(seconds)
+            middle, high = ordered[len(seconds) // 2], ordered[len(seconds) * 99 // 100]
+            print(
+                f"{name}: {len(seconds)}, median {middle:.3f} s, 99% {high:.3f} s, largest {ordered[-1]:.3f} s",
+                flush=True,
+            )
 
     def _again(self, act: Callable[[], None]) -> None:
         while time.time() < self._until:
