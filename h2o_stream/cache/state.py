@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import numpy
@@ -69,7 +70,12 @@ def _crc(array: Array) -> int:
 
 def dtype_of(array: Array) -> str:
     """The dtype as torch writes it, which states always did: "torch.bfloat16" for example."""
-    return f"torch.{'bfloat16' if array.dtype == numpy.uint16 else array.dtype.name}"
+    return _dtype_name(array.dtype)
+
+
+@cache
+def _dtype_name(dtype: numpy.dtype[Any]) -> str:
+    return f"torch.{'bfloat16' if dtype == numpy.uint16 else dtype.name}"  # numpy takes long to compose a name
 
 
 def encode_json(values: Mapping[str, Any]) -> Array:
