@@ -303,6 +303,29 @@ def test_small_chunks_are_read_in_turn_with_others(monkeypatch: pytest.MonkeyPat
     assert max(events) < 500
 
 
+def test_a_body_in_one_piece_is_read_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads of two kilobytes would take the event loop's time from others."""
+    sizes, receive = list[int](), connections.H11Protocol.data_received
+
+    def counting(protocol: connections.H11Protocol, data: bytes) -> None:
+        sizes.append(len(data))
+        receive(protocol, data)
+
+    async def sent() -> None:
+        server = await listening()
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n" + b" " * 1_000_000)
+        while sum(sizes) < 1_000_000:
+            await asyncio.sleep(0.01)
+        writer.close()
+        server.servers[0].close()
+
+    monkeypatch.setattr(connections.H11Protocol, "data_received", counting)
+    asyncio.run(sent())
+    assert len(sizes) < 100
+    assert max(sizes) <= connections._BODY_BYTES
+
+
 @pytest.mark.parametrize("resets", [False, True])
 def test_a_closed_connection_is_no_garbage(resets: bool) -> None:
     """Its collection would stop all threads, for tenths of a second after some thousand connections. One that its

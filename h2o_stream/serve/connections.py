@@ -55,8 +55,10 @@ _PROBE_S = 0.25
 _MAX_MS = 2**31 - 1
 """What fits in an option of a socket."""
 
-_READ_BYTES = 2**11
-"""What is read of a connection before others have their turn: each chunk of a body takes as long, if it is a byte."""
+_READ_BYTES, _BODY_BYTES = 2**11, 2**16
+"""What is read of a connection before others have their turn, and of a body in one piece: each chunk of others takes as
+long, if it is a byte.
+"""
 
 
 class Server(uvicorn.Server):
@@ -228,7 +230,10 @@ def _impatient(limit_s: float, max_connections: int) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self.cycle is not answered:
                 self._stop_waiting_for_headers()
-                if {b"content-length", b"transfer-encoding"} <= dict(self.headers).keys():
+                names = dict(self.headers).keys()
+                transport: Any = self.transport
+                transport.max_size = _READ_BYTES if b"transfer-encoding" in names else _BODY_BYTES
+                if {b"content-length", b"transfer-encoding"} <= names:
                     self.cycle.keep_alive = False  # a proxy may see another request in its body (RFC 9112, 6.1)
             elif self._headers_timer is None and answered.response_complete:
                 self._wait_for_headers()

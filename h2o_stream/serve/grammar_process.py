@@ -69,7 +69,6 @@ def step_message(reply: int, grammar: int, tokens: Sequence[int]) -> bytes:
 
 def main() -> None:
     """Fork a process for each connection that arrives, until the server is gone."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Connection(int(sys.argv[1])) as server, suppress(EOFError):
         metadata = json.loads(server.recv_bytes())
         tokenizer = guided(metadata["tokenizer"], metadata["vocabulary"], tuple(metadata["ends"]))
@@ -97,14 +96,23 @@ def _watch(begun: dict[psutil.Process, int], max_bytes: int) -> None:
     """
     taken = dict[psutil.Process, int]()
     for process, before in [*begun.items()]:
-        try:
+        if _has_ended(process.pid):
+            del begun[process]
+            continue
+        with suppress(psutil.NoSuchProcess):
             taken[process] = max(_resident(process) - before, 0)
             if sum(process.cpu_times()[:2]) > _LONG_S:
                 yield_to_others(process.pid)
-        except psutil.NoSuchProcess:
-            del begun[process]
     if sum(taken.values()) > max_bytes:
         max(taken, key=taken.__getitem__).kill()
+
+
+def _has_ended(child: int) -> bool:
+    """Whether a child has ended, which nobody else asks: Linux waits for idle ones to vanish before it says so."""
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:
+        return True
 
 
 def _resident(process: psutil.Process) -> int:

@@ -35,9 +35,6 @@ from h2o_stream.session.turn import Turn
 
 _log = logging.getLogger(__name__)
 
-_BEGUN = 2
-"""Replies that are begun between two steps: their conversations and prompts take some milliseconds each."""
-
 _GRAMMAR_S = 0.001
 """Seconds after which grammars are looked at again if nothing else is to be done."""
 
@@ -123,17 +120,16 @@ class Worker:
                     self._endings.give_up(job, error)
 
     def _receive(self) -> None:
-        """Take what was asked for, and begin new replies, not too many between two steps of others."""
+        """Take what was asked for, and begin a new reply: its conversation takes some milliseconds, and others wait."""
         self._take_actions()
-        for _ in range(_BEGUN):
-            if not self._may_begin:
-                return
-            ask = self._asked.popleft()
-            try:
-                if opened := self._openings.open(ask):
-                    self._start(ask, opened)
-            except BaseException as error:  # noqa: BLE001 - a request must not end the server
-                ask.try_send(Failed(as_api_error(error)))
+        if not self._may_begin:
+            return
+        ask = self._asked.popleft()
+        try:
+            if opened := self._openings.open(ask):
+                self._start(ask, opened)
+        except BaseException as error:  # noqa: BLE001 - a request must not end the server
+            ask.try_send(Failed(as_api_error(error)))
 
     @property
     def _may_begin(self) -> bool:
