@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from h2o_stream.base.processes import python_command
 from h2o_stream.cache import state
 from h2o_stream.cache.slots import Slots
 from h2o_stream.models import tokenizer
@@ -46,7 +46,7 @@ def test_a_server_ends_while_a_long_text_is_tokenized() -> None:
         "app = typer.Typer(); app.command()(lambda: tokenizer._background().submit(time.sleep, 600)); "
         "run.main('h2o-serve', app)"
     )
-    subprocess.run(python_command(code), timeout=120, check=True)
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
