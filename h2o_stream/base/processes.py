@@ -1,4 +1,4 @@
-"""Other processes: those that this one has started, and those started with it by ``accelerate launch`` or ``torchrun``."""
+"""Other processes: those that this one has started, and those beside it (``accelerate launch``, ``torchrun``)."""
 
 from __future__ import annotations
 
