@@ -1,8 +1,7 @@
 """What takes long happens in other threads: texts, states, indexes and lists that others do not wait for."""
 
 import json
-import subprocess
-import sys
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -11,11 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from h2o_stream.cache import state
 from h2o_stream.cache.slots import Slots
-from h2o_stream.models import tokenizer
+from h2o_stream.errors import H2OStreamError
+from h2o_stream.models import long_texts, tokenizer
 from h2o_stream.recall import recall
 from h2o_stream.serve import app, aside, chat, conversations, endings, service
 from h2o_stream.serve.stream import Pace
@@ -24,6 +26,7 @@ from tests import served
 from tests.native_builds import needs_library
 from tests.serve_load import post
 from tests.served import Running, reply
+from tests.waiting import wait_for
 
 pytestmark = needs_library
 
@@ -40,13 +43,32 @@ def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
     assert parts == [256, 64, 32, 256, 256]
 
 
-def test_a_server_ends_while_a_long_text_is_tokenized() -> None:
-    code = (
-        "import time, typer; from h2o_stream.cli import run; from h2o_stream.models import tokenizer; "
-        "app = typer.Typer(); app.command()(lambda: tokenizer._background().submit(time.sleep, 600)); "
-        "run.main('h2o-serve', app)"
-    )
-    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
+def test_long_texts_leave_the_processors_to_replies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process tokenizes them as this one does, also after it was killed; where somebody waits for them at a terminal,
+    there is none.
+    """
+    monkeypatch.setattr(long_texts, "_LONG", 10)
+    words = Tokenizer(models.WordLevel({"a": 0, "é": 1}))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    threads, text, here = aside.Threads("h2o-test"), "a é é " * 1000, psutil.Process()
+
+    def processes() -> list[psutil.Process]:
+        return [child for child in here.children() if "h2o_stream.models.long_texts" in child.cmdline()]
+
+    long_texts._process.cache_clear()
+    assert tokenizer.encode(words, text) == [0, 1, 1] * 1000
+    wait_for(lambda: not processes())
+    for _ in range(2):
+        assert threads.submit(lambda: tokenizer.encode(words, text)).result() == [0, 1, 1] * 1000
+        (process,) = processes()
+        assert os.getsid(process.pid) == os.getsid(0)
+        assert not hasattr(os, "SCHED_IDLE") or os.sched_getscheduler(process.pid) == os.SCHED_IDLE
+        process.kill()
+        assert threads.submit(lambda: tokenizer.encode(words, text)).result() == [0, 1, 1] * 1000
+    for unreadable in ("b", "\ud800"):
+        with pytest.raises(H2OStreamError, match="cannot read this"):
+            threads.submit(lambda more=unreadable: tokenizer.encode(words, text + more)).result()
+    long_texts._process.cache_clear()
 
 
 def test_long_texts_are_read_where_nobody_waits(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,23 +210,3 @@ def test_what_recall_searches_is_indexed_where_nobody_waits(server: Running, mon
         said = server.say("My code is 4711.", recall=mode)["id"]
         server.say("What is my code?", recall=mode, previous_response_id=said)
     assert seen == ["h2o-read", "h2o-serv"]
-
-
-def test_long_texts_leave_the_processors_to_replies(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have the same tokens; where somebody waits for them at a terminal, they do not."""
-    monkeypatch.setattr(tokenizer, "_LONG", 10)
-    backend, text = server.service.model.tokenizer.backend_tokenizer, "A long text é."
-    here, threads = tokenizer.encode(backend, text), list[str]()
-    monkeypatch.setattr(
-        tokenizer,
-        "partial",
-        lambda *_, **__: (
-            lambda: (
-                threads.append(threading.current_thread().name),
-                backend.encode_batch_fast([text], add_special_tokens=False),
-            )[1]
-        ),
-    )
-    assert aside.Threads("h2o-test").submit(lambda: tokenizer.encode(backend, text)).result() == here
-    assert tokenizer.encode(backend, text) == here
-    assert [name.partition("_")[0] for name in threads] == ["h2o-tokens", threading.current_thread().name]

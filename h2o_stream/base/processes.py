@@ -11,16 +11,16 @@ from h2o_stream.base.options import whole_number
 from h2o_stream.errors import ConfigError
 
 
-def yield_to_others(task: int) -> None:
-    """Let a process, or on Linux a thread, have the processors only while nobody else wants them.
+def yield_to_others(process: int) -> None:
+    """Let a process have the processors only while nobody else wants them.
 
-    Linux weighs tasks by niceness within a session only, and lets a nice one finish its slice before others.
+    Linux weighs processes by niceness within a session only, and lets a nice one finish its slice before others.
     """
     with suppress(OSError):
         if hasattr(os, "SCHED_IDLE"):
-            os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
+            os.sched_setscheduler(process, os.SCHED_IDLE, os.sched_param(0))
         else:
-            os.setpriority(os.PRIO_PROCESS, task, 19)
+            os.setpriority(os.PRIO_PROCESS, process, 19)
 
 
 class Processes:

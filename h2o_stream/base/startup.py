@@ -13,8 +13,8 @@ from pathlib import Path
 
 from h2o_stream.base.resources import PRIVATE, NoHomeError, log_file, make_private_folder
 
-LOADER, LONG_TEXTS, LOG = "h2o-loader", "h2o-tokens", "h2o-log"
-"""Names of the thread that imports and loads, of the one that tokenizes long texts, and of the log file's handler."""
+LOADER, LOG = "h2o-loader", "h2o-log"
+"""Names of the thread that imports and loads, and of the handler of the log file."""
 
 _MAX_LOG_BYTES = 2**20
 """A log of this size becomes the one before, of which there is one."""

@@ -2,62 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from tokenizers import AddedToken, Tokenizer
 
 from h2o_stream.base.json_text import parse_json
-from h2o_stream.base.processes import yield_to_others
-from h2o_stream.base.startup import LONG_TEXTS
 from h2o_stream.base.token_texts import tokenizer_errors, without_panics
 from h2o_stream.errors import ModelNotFoundError
+from h2o_stream.models.long_texts import encode_aside
 from h2o_stream.models.rendering import render
 
 _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
 
 
-BACKGROUND = threading.local()
-"""In a thread that sets `asked`, long texts leave the processors to other threads."""
-
-_LONG = 2**17
-"""Characters that take a fifth of a second."""
-
-
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`. Where
-    this was asked for, long texts have the lowest priority.
+    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`; see
+    `long_texts`, too.
 
     Raises:
         H2OStreamError: the vocabulary has none for it.
     """
-    in_background = len(text) >= _LONG and getattr(BACKGROUND, "asked", False)
-    work = partial(tokenizer.encode_batch_fast, [text], add_special_tokens=add_special_tokens)
     with tokenizer_errors("the model's tokenizer cannot read this"):
-        tokens: list[int] = (_background().submit(work).result() if in_background else work())[0].ids
-    return tokens
-
-
-@cache
-def _background() -> ThreadPoolExecutor:
-    """A thread that leaves the processors to others, as far as the system has priorities of threads."""
-    return ThreadPoolExecutor(1, LONG_TEXTS, _yield_to_others)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_background.cache_clear)
-
-
-def _yield_to_others() -> None:
-    if sys.platform == "linux":
-        yield_to_others(threading.get_native_id())
+        if (tokens := encode_aside(tokenizer, text, add_special_tokens)) is None:
+            tokens = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return tokens
 
 
 class FileTokenizer:

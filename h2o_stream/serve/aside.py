@@ -14,7 +14,7 @@ from json import scanner
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from h2o_stream.models.tokenizer import BACKGROUND
+from h2o_stream.models.long_texts import WANTED
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Threads:
         return future
 
     def _run(self) -> None:
-        BACKGROUND.asked = True
+        WANTED.wanted = True
         while True:
             self._work.get()()
 
