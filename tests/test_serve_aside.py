@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -41,6 +43,16 @@ def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
         pace.note(seconds, tokens)
         parts.append(pace.tokens)
     assert parts == [256, 64, 32, 256, 256]
+
+
+def test_a_server_ends_though_it_reads() -> None:
+    code = (
+        "import time, typer; from h2o_stream.cli import run; from h2o_stream.serve.aside import Threads; "
+        "import atexit; atexit.register(time.sleep, 600); "
+        "app = typer.Typer(); app.command()(lambda: Threads('h2o-read').submit(lambda: time.sleep(600))); "
+        "run.main('h2o-serve', app)"
+    )
+    subprocess.run([sys.executable, "-c", code], timeout=120, check=True)
 
 
 def test_long_texts_leave_the_processors_to_replies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ import numpy
 from tokenizers import Tokenizer
 
 from h2o_stream.base.processes import yield_to_others
+from h2o_stream.base.token_texts import serialized
 
 WANTED = threading.local()
 """In a thread that sets `wanted`, long texts leave the processors to others."""
@@ -49,7 +50,7 @@ class _Process:
                 pass_fds=[theirs.fileno()], process_group=0,  # not a session, see `yield_to_others`
             )  # fmt: skip
         self._connection = Connection(ours.detach())
-        self._connection.send_bytes(tokenizer.to_str().encode())
+        self._connection.send_bytes(serialized(tokenizer).encode())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
         with self._lock:

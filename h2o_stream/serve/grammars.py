@@ -24,6 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
+from h2o_stream.base.token_texts import serialized
 from h2o_stream.engine.grammar import Grammar, added_texts
 from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
@@ -60,6 +61,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, end_tokens: Collection[int], vocabulary: int, kept: int) -> None:
         self._values = tokenizer, end_tokens, vocabulary
+        serialized(tokenizer.backend_tokenizer)  # before anybody waits
         self._threads, self._lock = ThreadPoolExecutor(PLACES, "h2o-grammar"), threading.Lock()
         self.compiling, self.kept = Places(PLACES), Places(kept)
         self.beginning = threading.Lock()
@@ -118,9 +120,8 @@ class Grammars:
                 )  # fmt: skip
             self._server = Connection(ours.detach())
             tokenizer, ends, vocabulary = self._values
-            serialized, added = tokenizer.backend_tokenizer.to_str(), added_texts(tokenizer)
-            metadata = {"tokenizer": serialized, "vocabulary": vocabulary, "ends": sorted(ends), "added": added}
-            metadata["max_bytes"] = MAX_SUM_BYTES
+            metadata = {"tokenizer": serialized(tokenizer.backend_tokenizer), "added": added_texts(tokenizer)}
+            metadata |= {"vocabulary": vocabulary, "ends": sorted(ends), "max_bytes": MAX_SUM_BYTES}
             self._server.send_bytes(json.dumps(metadata).encode())
             self._server.recv_bytes()
         return self._server, self._process
