@@ -120,9 +120,9 @@ class Grammars:
                 )  # fmt: skip
             self._server = Connection(ours.detach())
             tokenizer, ends, vocabulary = self._values
-            metadata = {"tokenizer": serialized(tokenizer.backend_tokenizer), "added": added_texts(tokenizer)}
-            metadata |= {"vocabulary": vocabulary, "ends": sorted(ends), "max_bytes": MAX_SUM_BYTES}
-            self._server.send_bytes(json.dumps(metadata).encode())
+            made, added = serialized(tokenizer.backend_tokenizer), added_texts(tokenizer)
+            metadata = {"tokenizer": made, "vocabulary": vocabulary, "ends": sorted(ends), "added": added}
+            self._server.send_bytes(json.dumps(metadata | {"max_bytes": MAX_SUM_BYTES}).encode())
             self._server.recv_bytes()
         return self._server, self._process
 
