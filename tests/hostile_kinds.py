@@ -102,11 +102,11 @@ def _open_tokenizer(path: Path, seed: Seed) -> None:
     from h2o_stream.models.turn_tokens import end_tokens
     from h2o_stream.session.template import ChatTemplate
 
-    found = file_tokenizer(path)
+    bare = file_tokenizer(path)
     generation = read_generation_config(path)
-    if found is None:
+    if bare is None:
         return
-    tokenizer, _ = with_template(found)
+    tokenizer, _ = with_template(bare)
     Sampler(SamplingConfig(), generation)
     tokens = ChatTemplate(tokenizer, "Be brief.", end_tokens(generation, tokenizer)).first_turn("the quick 1").tokens
     tokenizer.decode(tokenizer("the quick 1 \ue000 é")["input_ids"])

@@ -259,14 +259,14 @@ def test_equal_or_refused(name: str, policy: str, engine: Any, rows: int) -> Non
 def test_masks_by_kinds_of_attention(policy: str, rows: int) -> None:
     """Regression: models that slide got a dict of masks for a cache of fixed size, which has no shape."""
     gemma = next(family for family in FAMILIES if family.name == "Gemma 3")
-    model, form = copy.deepcopy(gemma.make()), FORMS["static cache"]
-    expected = form(model, None, batch_of(rows))
+    model, generate = copy.deepcopy(gemma.make()), FORMS["static cache"]
+    expected = generate(model, None, batch_of(rows))
     with attach(model, CacheConfig(policy, window=64)) as cache:
         if rows > 1:
             with pytest.raises(H2OStreamError):
-                form(model, cache, batch_of(rows))
+                generate(model, cache, batch_of(rows))
         else:
-            check(form(model, cache, batch_of(rows)), expected)
+            check(generate(model, cache, batch_of(rows)), expected)
 
 
 @pytest.mark.parametrize(("policy", "engine"), with_exhaustive(WAYS[:1], WAYS[1:]))
