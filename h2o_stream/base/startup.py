@@ -13,8 +13,8 @@ from pathlib import Path
 
 from h2o_stream.base.resources import PRIVATE, NoHomeError, log_file, make_private_folder
 
-THREADS, LOADER, LOG = "h2o-", "h2o-loader", "h2o-log"
-"""How names of our threads begin, the name of the one that imports and loads, and of the handler of the log file."""
+LOADER, LOG = "h2o-loader", "h2o-log"
+"""Names of the thread that imports and loads, and of the handler of the log file."""
 
 _MAX_LOG_BYTES = 2**20
 """A log of this size becomes the one before, of which there is one."""

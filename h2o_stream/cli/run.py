@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import typer
 from typer.core import TyperCommand
@@ -24,7 +24,7 @@ from typer.core import TyperCommand
 from h2o_stream.base.memory import limit_kernel_caches
 from h2o_stream.base.processes import Processes
 from h2o_stream.base.resources import NoHomeError, config_file
-from h2o_stream.base.startup import THREADS, importing, quieten_libraries
+from h2o_stream.base.startup import LOADER, importing, quieten_libraries
 from h2o_stream.base.stdio import discard_output, handle_termination, prepare_stdio
 from h2o_stream.cli.conversion import convert_plainly
 from h2o_stream.cli.seeds import hint, with_dashes
@@ -134,19 +134,22 @@ def main(command: str, app: typer.Typer) -> None:
         sys.stdout.flush()
     except OSError:  # Python would try again at exit, and exit with 120
         discard_output()
-    _leave_threads(code)
+    _leave_loader(code)
     sys.exit(code)
 
 
-def _leave_threads(code: str | int | None) -> None:
-    """End the process if a thread of ours still imports, or reads what nobody waits for any more: these can neither be
-    interrupted nor waited for.
-    """
-    if any(thread.daemon and thread.name.startswith(THREADS) for thread in threading.enumerate()):
-        with suppress(OSError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else FAILED if code else 0)
+def _leave_loader(code: str | int | None) -> None:
+    """End the process if its loader thread is still importing: that can neither be interrupted nor waited for."""
+    if any(thread.name == LOADER for thread in threading.enumerate()):
+        end_process(code)
+
+
+def end_process(code: str | int | None) -> NoReturn:
+    """End the process, whatever its threads do."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else FAILED if code else 0)
 
 
 def file_options(command: str, described: Any) -> dict[str, Any]:

@@ -104,7 +104,10 @@ def serve(
         host, port = f"[{config.host}]" if ":" in config.host else config.host, sockets[0].getsockname()[1]
         address = f"http://{host}:{port}"
         terminal.note(f"Serving {service.name} on {address}/v1, and a page at {address}", style="dim")
-        Server(uvicorn_config(make_app(service), config)).run(sockets)
+        try:
+            Server(uvicorn_config(make_app(service), config)).run(sockets)
+        except SystemExit as left:  # a signal; all is saved
+            run.end_process(left.code)
 
 
 def main() -> None:
