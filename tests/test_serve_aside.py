@@ -19,9 +19,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from h2o_stream.cache import state
 from h2o_stream.cache.slots import Slots
 from h2o_stream.errors import H2OStreamError
-from h2o_stream.models import long_texts, tokenizer
+from h2o_stream.models import tokenizer
 from h2o_stream.recall import recall
-from h2o_stream.serve import app, aside, chat, conversations, endings, service
+from h2o_stream.serve import app, aside, chat, conversations, endings, long_texts, service
 from h2o_stream.serve.stream import Pace
 from h2o_stream.session import state_files
 from tests import served
@@ -68,7 +68,7 @@ def test_long_texts_leave_the_processors_to_replies(monkeypatch: pytest.MonkeyPa
 
     def processes() -> list[psutil.Process]:
         alive = (child for child in here.children() if child.status() != psutil.STATUS_ZOMBIE)
-        return [child for child in alive if "h2o_stream.models.long_texts" in child.cmdline()]
+        return [child for child in alive if "h2o_stream.serve.long_texts" in child.cmdline()]
 
     long_texts._process.cache_clear()
     assert tokenizer.encode(words, text) == [0, 1, 1] * 1000

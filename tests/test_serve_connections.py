@@ -12,7 +12,7 @@ import struct
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -272,6 +272,21 @@ def address(server: connections.Server) -> tuple[str, int]:
     return host, port
 
 
+def post_body(data: bytes, is_read: Callable[[], bool]) -> None:
+    """Send a header and a body, and wait until a server has read them."""
+
+    async def sent() -> None:
+        server = await listening()
+        _, writer = await asyncio.open_connection(*address(server))
+        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\n" + data)
+        while not is_read():
+            await asyncio.sleep(0.01)
+        writer.close()
+        server.servers[0].close()
+
+    asyncio.run(sent())
+
+
 def test_small_chunks_are_read_in_turn_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A quarter of a megabyte of them, which is what a connection gives at once, takes seconds."""
     events, handle = list[int](), connections.H11Protocol.handle_events
@@ -288,18 +303,8 @@ def test_small_chunks_are_read_in_turn_with_others(monkeypatch: pytest.MonkeyPat
             patch.setattr(protocol.conn, "next_event", counted)
             handle(protocol)
 
-    async def sent() -> None:
-        server = await listening()
-        _, writer = await asyncio.open_connection(*address(server))
-        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
-        writer.write(b"1\r\n \r\n" * 20_000)
-        while sum(events) < 20_000:
-            await asyncio.sleep(0.01)
-        writer.close()
-        server.servers[0].close()
-
     monkeypatch.setattr(connections.H11Protocol, "handle_events", counting)
-    asyncio.run(sent())
+    post_body(b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 20_000, lambda: sum(events) >= 20_000)
     assert max(events) < 500
 
 
@@ -311,17 +316,8 @@ def test_a_body_in_one_piece_is_read_fast(monkeypatch: pytest.MonkeyPatch) -> No
         sizes.append(len(data))
         receive(protocol, data)
 
-    async def sent() -> None:
-        server = await listening()
-        _, writer = await asyncio.open_connection(*address(server))
-        writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000\r\n\r\n" + b" " * 1_000_000)
-        while sum(sizes) < 1_000_000:
-            await asyncio.sleep(0.01)
-        writer.close()
-        server.servers[0].close()
-
     monkeypatch.setattr(connections.H11Protocol, "data_received", counting)
-    asyncio.run(sent())
+    post_body(b"Content-Length: 1000000\r\n\r\n" + b" " * 1_000_000, lambda: sum(sizes) >= 1_000_000)
     assert len(sizes) < 100
     assert max(sizes) <= connections._BODY_BYTES
 

@@ -304,7 +304,7 @@ class _Loader:
     def _with_generation(self, model: Any) -> Any:
         """The model with the generation config of its source, which is not beside its weights."""
         if self._file is not None:
-            bos, pad = (self._file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding"))
+            bos, pad = (self._file.metadata.get(TOKEN_KEYS[name]) for name in ("bos_token", "pad_token"))
             ends = end_token_ids(self._file)
             model.generation_config = GenerationConfig(bos_token_id=bos, eos_token_id=ends, pad_token_id=pad)
         elif (Path(self._source) / "generation_config.json").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -11,22 +12,26 @@ from tokenizers import AddedToken, Tokenizer
 from h2o_stream.base.json_text import parse_json
 from h2o_stream.base.token_texts import tokenizer_errors, without_panics
 from h2o_stream.errors import ModelNotFoundError
-from h2o_stream.models.long_texts import encode_aside
 from h2o_stream.models.rendering import render
 
 _UNKNOWN = "\ue000 \U000f0000"
 """A text that no vocabulary has: some tokenizers fail at it, whenever it comes."""
 
 
+ASIDE = threading.local()
+"""In a thread that sets `encode`, this gives the tokens of a text, or None: see `serve.long_texts`."""
+
+
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = False) -> list[int]:
-    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`; see
-    `long_texts`, too.
+    """The tokens of a text. Other threads go on meanwhile, which they do not with the library's own `encode`.
 
     Raises:
         H2OStreamError: the vocabulary has none for it.
     """
     with tokenizer_errors("the model's tokenizer cannot read this"):
-        if (tokens := encode_aside(tokenizer, text, add_special_tokens)) is None:
+        aside = getattr(ASIDE, "encode", None)
+        tokens: list[int] | None = aside(tokenizer, text, add_special_tokens) if aside else None
+        if tokens is None:
             tokens = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return tokens
 

@@ -90,14 +90,14 @@ _SMALL_TALK = frozenset(
 _NOTHING = _SMALL_TALK | frozenset(
     words("what where how am may its them these than there some many most such between through into also")
 )
-"""Words that say nothing. Vocabularies that were learned from code hold those of questions for rarer than "name"."""
+"""Words that say nothing. Vocabularies that were learned from code rank those of questions as rarer than "name"."""
 
 _IN_CODE = frozenset(
     words("name file value type function string user case private print array void null static true false")
 )
 _MIN_IN_CODE = 0.3
-"""Words that such vocabularies hold for as common as "the", and what they weigh at least: "name" 0.31 (embedded model),
-0.16 (Qwen 2.5)."""
+"""Words that such vocabularies rank as common as "the", and their smallest weight: "name" has 0.31 in the embedded
+model's, 0.16 in Qwen 2.5's."""
 
 _FAMILY = frozenset(
     words(

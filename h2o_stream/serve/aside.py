@@ -14,7 +14,8 @@ from json import scanner
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from h2o_stream.models.long_texts import WANTED
+from h2o_stream.models.tokenizer import ASIDE
+from h2o_stream.serve.long_texts import encode_aside
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ class Threads:
         return future
 
     def _run(self) -> None:
-        WANTED.wanted = True
+        ASIDE.encode = encode_aside
         while True:
             self._work.get()()
 

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from h2o_stream.base.token_texts import serialized
 from h2o_stream.engine.grammar import Grammar, added_texts
 from h2o_stream.engine.text import Markers
 from h2o_stream.errors import DataError
+from h2o_stream.serve.beside import start_beside
 from h2o_stream.serve.errors import stopping
 from h2o_stream.serve.grammar_client import QUICK_S, GrammarProcess, RemoteMatcher
 from h2o_stream.serve.places import Places
@@ -111,14 +111,7 @@ class Grammars:
 
     def _started(self) -> tuple[Connection, subprocess.Popen[bytes]]:
         if self._server is None or self._process is None:
-            ours, theirs = socket.socketpair()
-            command = [sys.executable, "-m", "h2o_stream.serve.grammar_process", str(theirs.fileno())]
-            with theirs:
-                self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()], process_group=0,  # not a session, see `yield_to_others`
-                )  # fmt: skip
-            self._server = Connection(ours.detach())
+            self._server, self._process = start_beside("h2o_stream.serve.grammar_process")
             tokenizer, ends, vocabulary = self._values
             made, added = serialized(tokenizer.backend_tokenizer), added_texts(tokenizer)
             metadata = {"tokenizer": made, "vocabulary": vocabulary, "ends": sorted(ends), "added": added}

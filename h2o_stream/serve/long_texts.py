@@ -6,8 +6,6 @@ A thread would need, at its end, what Python's threads take in turn, and keep al
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
 import threading
 from contextlib import suppress
@@ -19,9 +17,7 @@ from tokenizers import Tokenizer
 
 from h2o_stream.base.processes import yield_to_others
 from h2o_stream.base.token_texts import serialized
-
-WANTED = threading.local()
-"""In a thread that sets `wanted`, long texts leave the processors to others."""
+from h2o_stream.serve.beside import start_beside
 
 _LONG = 2**17
 """Characters that take a fifth of a second."""
@@ -29,7 +25,7 @@ _LONG = 2**17
 
 def encode_aside(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int] | None:
     """The tokens of a text from the other process; None if it is short, or cannot be read there."""
-    if len(text) < _LONG or not getattr(WANTED, "wanted", False):
+    if len(text) < _LONG:
         return None
     with suppress(OSError, EOFError):
         return _process(tokenizer).encode(text, add_special_tokens)
@@ -42,14 +38,7 @@ class _Process:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._lock = threading.Lock()
-        ours, theirs = socket.socketpair()
-        with theirs:
-            subprocess.Popen(
-                [sys.executable, "-m", "h2o_stream.models.long_texts", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()], process_group=0,  # not a session, see `yield_to_others`
-            )  # fmt: skip
-        self._connection = Connection(ours.detach())
+        self._connection, _ = start_beside("h2o_stream.serve.long_texts")
         self._connection.send_bytes(serialized(tokenizer).encode())
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int] | None:
