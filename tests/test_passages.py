@@ -14,7 +14,7 @@ from h2o_stream.recall import passages
 from h2o_stream.recall.located import locate
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import MAX_WORDS, MIN_WORDS, sentences, split
-from h2o_stream.recall.terms import first_person, second_person
+from h2o_stream.recall.speech import first_person, second_person
 from tests.in_turn import in_turn
 
 FACTS = [

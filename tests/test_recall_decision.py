@@ -15,7 +15,8 @@ from h2o_stream.recall.decision import decide
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.passage import Candidate, Passage
 from h2o_stream.recall.passages import split
-from h2o_stream.recall.terms import TermWeights, first_person, is_question, words
+from h2o_stream.recall.speech import first_person, is_question, owners
+from h2o_stream.recall.terms import TermWeights, words
 
 PASTE = "\n\n".join(
     f"Paragraph {i} of the annual report says that the company in Vienna sold {i * 37} machines, more than the year "
@@ -170,6 +171,42 @@ def test_a_vocabulary_of_code() -> None:
     assert chat.recalled("What is my name?") == ["My name is Maria."]
     assert chat.recalled("What?") == []
     chat.index.close()
+
+
+@pytest.mark.parametrize(("fact", "later", "question"), [
+    ("My name is Maria.", "Suggest a name for a small café by the sea.", "What is my name?"),
+    ("My name is Maria.", "Come up with a name for my new boat.", "What's my name?"),
+    ("My name is Maria.", "My dog's name is Rex.", "What is my name?"),
+    ("My name is Maria.", "The name of my street is Lilac Road.", "What is my name?"),
+    ("My wife's birthday is on the 2nd of March.", "My birthday is on the 4th of May.", "When is my wife's birthday?"),
+    ("My shoe size is 43.", "Explain why a shoe needs laces.", "What is my shoe size?"),
+])  # fmt: skip
+def test_neither_tasks_nor_what_others_have_replaces_a_fact(chat: Chat, fact: str, later: str, question: str) -> None:
+    """Regression: the name of the dog, or of a café, was taken for the user's new name. Also, a number below 100 was no
+    answer.
+    """
+    chat.say(fact)
+    chat.say(later)
+    assert chat.recalled(question) == [fact]
+
+
+def test_owners() -> None:
+    assert owners("What's my phone number?") == {"phone": "", "number": ""}
+    assert owners("It's the name of my dog\u2019s vet.") == {"name": "vet"}
+    assert owners("Der Name meines Hundes") == {"name": "hundes"}
+    assert owners("Le nom de mon chien, le nom du chien") == {"nom": "chien"}
+    assert owners("dog of " * 10_000)
+
+
+def test_a_task_is_no_answer(chat: Chat) -> None:
+    chat.say("Suggest a name for a café.")
+    assert chat.recalled("What is my name?") == []
+
+
+def test_what_another_has_may_be_no_answer(chat: Chat) -> None:
+    chat.say("My dog's name is Rex.")
+    (candidate,) = chat.ask("What is my name?")
+    assert (candidate.verdict, candidate.sure) == ("recalled", False)
 
 
 @pytest.mark.parametrize(("fact", "question"), [

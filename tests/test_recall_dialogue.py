@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from h2o_stream.recall.dialogue import label
 from h2o_stream.recall.form import compose, forbidden
 from h2o_stream.recall.passage import Candidate, Passage, Role
+from h2o_stream.recall.speech import label
 from h2o_stream.recall.terms import TermWeights
 from tests.test_recall_decision import Chat
 

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from h2o_stream.recall.terms import TermWeights, is_request
+from h2o_stream.recall.speech import is_request
+from h2o_stream.recall.terms import TermWeights
 from tests.test_recall_decision import Chat
 
 PLACES = ["garage", "boathouse", "wine cellar", "attic", "greenhouse", "workshop", "archive", "chapel"]

@@ -8,20 +8,14 @@ from typing import NamedTuple
 
 import numpy
 
-from h2o_stream.recall.dialogue import AROUND, label, said_by_people
+from h2o_stream.recall.dialogue import AROUND, said_by_people
 from h2o_stream.recall.index import PassageIndex
 from h2o_stream.recall.lists import asks_for_all, without_quantities
 from h2o_stream.recall.matching import Match, Matcher, agreement
 from h2o_stream.recall.passage import Candidate, Passage, Verdict
 from h2o_stream.recall.passages import cut, excerpt, sentence_texts
-from h2o_stream.recall.terms import (
-    COMMON,
-    TermWeights,
-    first_person,
-    is_question,
-    is_request,
-    words,
-)
+from h2o_stream.recall.speech import first_person, is_question, is_request, label
+from h2o_stream.recall.terms import COMMON, TermWeights, words
 
 HELD = 0.9
 """Share of a passage's tokens from which on it needs no reading, because the heads that copy still hold them."""

@@ -6,7 +6,6 @@ the others answers better, the question is about the wrong one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,15 +16,11 @@ from numpy.typing import NDArray
 from h2o_stream.recall.matching import Match
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import sentence_texts
-from h2o_stream.recall.terms import Floats, TermWeights, first_person, is_question, second_person, words
+from h2o_stream.recall.speech import LABEL, first_person, is_question, second_person
+from h2o_stream.recall.terms import Floats, TermWeights, words
 
 AROUND = 2
 """Passages before and after one that are its context."""
-
-_LABEL = re.compile(
-    r"(?:\[[^\]\n]{1,40}\] )?(?P<name>[^\W\d_][\w'\-]*)(?: [^\W\d_][\w'.\-]*)?(?:, [^:\n]{0,20}\d{4})?: "
-)
-"""What stands before a turn, with the day or without: "Ana, 8 May 2023: Hello!"."""
 
 _CONTEXT = {1: 0.8, 2: 0.5, -1: 0.3}
 """How much a word counts in the turn before a passage, in the one before that, and in the next one: a reply leaves out
@@ -70,12 +65,6 @@ class _Sentence(NamedTuple):
     own: float
     others: float
     states: float
-
-
-def label(text: str) -> str:
-    """The beginning of a text that names its speaker; empty if there is none."""
-    match = _LABEL.match(text)
-    return match[0] if match else ""
 
 
 def said_by_people(
@@ -180,7 +169,7 @@ def _speakers(numbered: Mapping[int, Passage]) -> dict[int, str]:
     """Who says the passages that somebody says, in lower case. What follows in a turn is of its speaker."""
     speakers, turn, speaker = dict[int, str](), (0, ""), ""
     for number, passage in sorted(numbered.items()):
-        match = _LABEL.match(passage.text)
+        match = LABEL.match(passage.text)
         if match or (passage.turn, passage.role) != turn:
             speaker = match["name"].casefold() if match else ""
         turn = passage.turn, passage.role

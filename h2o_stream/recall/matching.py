@@ -9,7 +9,8 @@ import numpy
 from h2o_stream.recall.lists import answers
 from h2o_stream.recall.passage import Passage
 from h2o_stream.recall.passages import sentence_texts
-from h2o_stream.recall.terms import COMMON, Floats, TermWeights, first_person, is_request, quotes_question, words
+from h2o_stream.recall.speech import first_person, is_request, is_task, label, owners, quotes_question
+from h2o_stream.recall.terms import Floats, TermWeights, words
 
 PERSONAL_THRESHOLD = 0.32
 """Lowest score that is recalled of what users told, when they ask about themselves."""
@@ -31,6 +32,14 @@ another thing if the rarest word is missing: the coffee that I always drink, whe
 
 With this and the words of families, of 15 questions about what was never said 3 read something in place of 8, and as
 many facts are found."""
+
+_OF_ANOTHER = 0.4
+"""How much a word counts that is said of another owner: of my dog's name, where my name is asked for.
+
+With this, of those 15 questions 2 read something in place of 3."""
+
+_NEW = 0.3
+"""Weight from which on a word that was not asked for may be an answer: that of numbers below 100."""
 
 _SURE = 0.6
 """Score from which on a passage is likely to say what is asked for."""
@@ -71,6 +80,7 @@ class Matcher:
     def __init__(self, request: str, asked: dict[str, float], terms: TermWeights, typed: set[Passage]) -> None:
         self._request, self._asked, self._terms, self._typed = request, list(asked), terms, typed
         self._about_user = first_person(request)
+        self._owners = {word: owner for word, owner in owners(request).items() if word in asked}
         self._weights = numpy.array(list(asked.values()), numpy.float32)
         self._weights /= self._weights.sum()
         self._columns: dict[str, int] = {}
@@ -85,7 +95,7 @@ class Matcher:
         self._columns = {word: column for column, word in enumerate(others)}
         self._table, self._same = self._terms.matching(self._asked, others), self._terms.same(self._asked, others)
         known = set(words(self._request))
-        self._new = [word not in known and self._terms.weight(word) > COMMON + 0.1 for word in others]
+        self._new = [word not in known and self._terms.weight(word) >= _NEW for word in others]
         scored = [self._match(passage, parts[passage.text], parts[asked.text]) for passage, asked in passages.items()]
         return _newest_first(sorted(filter(None, scored), key=lambda match: (-match.rank, -match.passage.start)))
 
@@ -102,13 +112,15 @@ class Matcher:
         around = [self._covered(row, self._table) for _, row in question if question is not parts]
         best: Match | None = None
         for text, tokens in parts:
-            if (is_request(text) and not quotes_question(text)) or not any(
-                self._new[self._columns[word]] for word in tokens
-            ):
+            task = is_task(text)
+            asks = is_request(text) or (task and self._about_user and not first_person(text))
+            statement = tokens[len(words(label(text))) :]
+            if (asks and not quotes_question(text)) or not any(self._new[self._columns[word]] for word in statement):
                 continue
-            covered = numpy.max([self._covered(tokens, self._table), *around], axis=0) * self._weights
+            stated = self._covered(tokens, self._table) * self._of_owners(text, tokens)
+            covered = numpy.max([stated, *around], axis=0) * self._weights
             score = float(covered.sum())
-            personal = passage in self._typed and (first_person(text) or len(passage.text) <= _SHORT)
+            personal = passage in self._typed and not task and (len(passage.text) <= _SHORT or first_person(text))
             rank = score / self._threshold(passage, personal)
             of_another = not around and self._is_of_another(tokens)
             if best is None or (not of_another, rank) > (not best.of_another, best.rank):
@@ -126,6 +138,15 @@ class Matcher:
         same = self._covered(row, self._same)
         share = float(same @ self._weights)
         return bool(same[self._weights.argmax()] == 0 and _TOUCHED <= share < _NAMED)
+
+    def _of_owners(self, text: str, row: list[str]) -> Floats:
+        """How much each term counts in a text, by whose it is there, [T]."""
+        shares, stated = numpy.ones(len(self._asked), numpy.float32), owners(text) if self._owners else {}
+        for word in self._owners.keys() & stated:
+            owner, other = self._owners[word], stated[word]
+            if other != owner and other not in self._asked and owner not in row:
+                shares[self._asked.index(word)] = _OF_ANOTHER
+        return shares
 
     def _covered(self, row: list[str], table: Floats) -> Floats:
         """How well each term is matched by any of the words, [T]."""

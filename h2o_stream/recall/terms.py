@@ -109,65 +109,6 @@ _FAMILY = frozenset(
 )
 """Words with embeddings that lie close together although they never mean the same person."""
 
-_QUESTION_MARKS = "?", "\uff1f", "\u061f", "\u037e", "\u055e"
-"""The marks of Latin, Chinese, Arabic, Greek and Armenian."""
-
-_CLOSING_MARKS = "\"'”\u2019»)]"
-"""What may follow the mark of a question."""
-
-_OPENING_QUOTES, _CLOSING_QUOTES = '"“„«', ('"', "”", "“", "»")
-
-_LONGEST_STATEMENT = 10_000
-"""Characters of a text in which somebody is looked for who speaks, or is spoken to."""
-
-_FIRST_PERSON = re.compile(
-    r"\b(?:i|my|mine|we|our|ours|ich|mich|mir|mein\w{0,2}|wir|unser\w{0,2}|je|moi|mon|ma|mes|nous|notre|nos|yo|mi|mis"
-    r"|nosotr[oa]s|nuestr[oa]s?|io|mio|mia|miei|noi|nostr[oaie]|eu|meus?|minhas?|nós|noss[oa]s?|ik|mijn|wij|onze?"
-    r"|я|мой|моя|моё|мои|мне|меня|мы|наш\w?)\b|我|私|僕|저는|제가|나는|내가",
-    re.IGNORECASE,
-)
-
-_SECOND_PERSON = re.compile(
-    r"\b(?:you|your|yours|du|dich|dir|dein\w{0,2}|ihr|euch|euer|eure\w?|tu|toi|ton|ta|tes|vous|votre|vos|tú|tus?|usted"
-    r"|tuo|tua|tuoi|tue|voi|vostr[oaie]|teus?|tuas?|você|jij|je|jouw|ты|твой|твоя|твои|тебя|тебе|вы|ваш\w?)\b|你|您",
-    re.IGNORECASE,
-)
-
-_REQUEST = re.compile(
-    r"\W*(?:please\W+)?(?:list|(?:tell|give|show|remind)\s+(?:me|us)|liste|(?:nenne?|sag|gib|zeige?)\s+(?:mir|uns)"
-    r"|(?:dis|donne|montre)[\s-](?:moi|nous)|d[ií]me|dame|muéstrame|dimmi|dammi|mostrami)\b",
-    re.IGNORECASE,
-)
-
-
-def is_question(text: str) -> bool:
-    """Whether a text ends with a question. Takes linear time, whatever the text."""
-    return text.rstrip().rstrip(_CLOSING_MARKS).rstrip().endswith(_QUESTION_MARKS)
-
-
-def quotes_question(text: str) -> bool:
-    """Whether a text ends with a question in quotation marks, before which it says something itself. Takes linear
-    time.
-    """
-    text = text.rstrip()
-    start = max(text.rfind(mark, 0, len(text) - 1) for mark in _OPENING_QUOTES)
-    return text.endswith(_CLOSING_QUOTES) and any(map(str.isalpha, text[: max(start, 0)]))
-
-
-def is_request(text: str) -> bool:
-    """Whether a text asks for something, as a question or not, in one of five languages."""
-    return is_question(text) or _REQUEST.match(text) is not None
-
-
-def first_person(text: str) -> bool:
-    """Whether a text speaks of the one who says it, in one of a dozen languages."""
-    return bool(_FIRST_PERSON.search(text[:_LONGEST_STATEMENT]))
-
-
-def second_person(text: str) -> bool:
-    """Whether a text speaks of the one who hears it, in one of a dozen languages."""
-    return bool(_SECOND_PERSON.search(text[:_LONGEST_STATEMENT]))
-
 
 class TermWeights:
     """Weights and relatedness of words, by a model's tokenizer and input embeddings.

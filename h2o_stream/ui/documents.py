@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from h2o_stream.base.resources import replace_surrogates
 from h2o_stream.recall.passages import sentences
-from h2o_stream.recall.terms import is_question
+from h2o_stream.recall.speech import is_question
 from h2o_stream.ui.chat_context import ChatContext
 
 _MAX_SHARE = 0.5
