@@ -20,6 +20,7 @@ from h2o_stream.gpu import available, graphs
 from h2o_stream.gpu.graphs import GraphSteps
 from h2o_stream.loading.transformers_model import load
 from h2o_stream.models.loaded import LoadedModel
+from h2o_stream.models.quantize import pack_model
 from h2o_stream.serve.service import load_served
 from tests.fixtures import make_llama, saved, shortened
 from tests.served import Running, reply
@@ -159,8 +160,9 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     served.cache.prepare(2)
     assert served.stepper.begin_prompt(numpy.array([[5, 64]])) is None
     monkeypatch.setattr("h2o_stream.attachment.gpu_steps._trial", lambda *_: "")
-    with pytest.raises(H2OStreamError, match="its weights are packed for a CPU, or in columns"):
-        made("gpt-oss")
+    packed = pack_model(make_llama(layers=1), "int8")
+    with pytest.raises(H2OStreamError, match="its weights are packed for a CPU"):
+        GpuModel(packed, CONFIG, lambda _: None)
     other = LoadedModel("x", make_llama(layers=1), None, why_transformers="it computes on a GPU")
     monkeypatch.setattr("h2o_stream.serve.service.load_model", lambda *_: other)
     with pytest.raises(ConfigError, match=r"^h2o-serve cannot serve org/x on a GPU: .*absolute.*; use --device cpu$"):

@@ -40,7 +40,7 @@ def why_not(description: Description) -> str:
         return "its embeddings are special"
     matrices = [description.embedding, *description.matrices]
     if any(matrix.kind not in mlps.DENSE and not isinstance(matrix, BlockMatrix) for matrix in matrices):
-        return "its weights are packed for a CPU, or in columns"
+        return "its weights are packed for a CPU"
     return next(filter(None, map(_why_not_layer, description.layers)), "")
 
 
