@@ -56,7 +56,7 @@ OTHERS = {
     "BitNet": tiny("BitNet", **GROUPED),
     "OLMo": tiny("Olmo", **GROUPED, clip_qkv=0.3),
     "Llama 4, hot": tiny("Llama4", "Llama4Text", **GROUPED, **EXPERTS, intermediate_size_mlp=32, floor_scale=8,
-                         no_rope_layers=[1, 0]),
+                         attention_chunk_size=10, no_rope_layers=[1, 0]),
 }  # fmt: skip
 """Families that norm or clip what the others do not, and with factors on queries that are not 1."""
 
