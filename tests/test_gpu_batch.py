@@ -25,7 +25,6 @@ from h2o_stream.serve.service import load_served
 from tests.fixtures import make_llama, saved, shortened
 from tests.served import Running, reply
 from tests.test_gpu_graphs import Recording
-from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
 from tests.test_gpu_steps import FUSED, OTHERS, family, recorded  # noqa: F401
 from tests.tolerance import relative_error
 

@@ -24,7 +24,6 @@ from h2o_stream.native.matrix import NO_NORM, Matrix, Norm
 from tests.family_models import smaller
 from tests.fixtures import ids, make_llama
 from tests.gguf_files import write_model
-from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")

@@ -9,7 +9,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -38,25 +37,6 @@ MORE = {
 EAGER_ONLY = {"all at once", "sliding, all at once", "long prompt", "8 bits, all at once"}
 ROUNDED = {"bfloat16"}
 """Which tokens stay may differ by rounding: `test_gpu_steps` compares errors."""
-
-
-@pytest.fixture(autouse=True)
-def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter holds bfloat16 numbers in uint16 and multiplies those."""
-    import triton.language as tl
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
-
-    multiply = InterpreterBuilder.create_dot
-
-    def in_float32(x: Any) -> Any:
-        if x.data.dtype != np.uint16:
-            return x
-        return TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return multiply(self, in_float32(a), in_float32(b), *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def kernels() -> Any:

@@ -25,7 +25,6 @@ from tests.fixtures import make_llama
 from tests.states import equal_states
 from tests.test_gpu_blocks import random_blocks
 from tests.test_gpu_graphs import Recording
-from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
 from tests.test_gpu_steps import family, recorded  # noqa: F401
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")

@@ -18,7 +18,6 @@ from tests.families import EXPERTS, FAMILIES, GROUPED, tiny
 from tests.fixtures import ids as tokens
 from tests.fixtures import make_llama
 from tests.test_gpu_graphs import Recording
-from tests.test_gpu_kernels import products_of_bfloat16  # noqa: F401
 from tests.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(os.environ.get(available.INTERPRET) != "1", reason="Triton does not interpret kernels")
