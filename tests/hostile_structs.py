@@ -236,7 +236,7 @@ def _run(native: Any, new: _Arrays, model: Any, layers: Any, cache: tuple[tuple[
     tokens, limits = numpy.arange(TOKENS) % model.vocab_size, numpy.full(3 * first, slots - 1, numpy.int64)
     step = open_step(native, SimpleNamespace(struct=model))
     code = native.h2o_forward(ctypes.addressof(model), streams.ctypes.data, 1, None, tokens.ctypes.data, TOKENS, 2,
-                              limits.ctypes.data, TOKENS, logits, None, None, 0, 2)  # fmt: skip
+                              limits.ctypes.data, TOKENS, logits, None, None, 2)  # fmt: skip
     for number in range(STEPS * 8):
         bound["evictions"] = int(TOKENS + number + 1 >= slots)
         code = code or native.h2o_step(step, streams.ctypes.data, 1, logits, None, 2)

@@ -134,7 +134,7 @@ def test_streams_of_other_rules_in_turn(model: RuntimeModel) -> None:
 @pytest.mark.every(2)
 @pytest.mark.parametrize(("steps", "prompts"), [(0, (21, 1, 40)), (2, (30,)), (4, (9, 70, 3))])
 def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts: tuple[int, ...]) -> None:
-    """Prompts of any lengths, also of streams that have begun."""
+    """Prompts of any lengths, also of streams that have begun; others are stepped between their layers."""
     alone, together = ([opened(model, number) for number in range(steps + len(prompts))] for _ in range(2))
     alone[-1], together[-1] = (model.serve(CacheConfig(window=64)) for _ in range(2))
     native = library.loaded()
@@ -154,8 +154,12 @@ def test_prompts_beside_steps_as_alone(model: RuntimeModel, steps: int, prompts:
         steppers = [served.stepper for served in together]
         assert all(map(Stepper.begin_step, steppers[:steps], map(numpy.ravel, ids[:steps])))
         plans = list(map(Stepper.begin_prompt, steppers[steps:], ids[steps:]))
-        logits = batch.forward(steppers[:steps], steppers[steps:], tokens, plans)
-        assert numpy.array_equal(logits, wanted)
+        reading = batch.read(steppers[steps:], tokens[steps:], plans)
+        assert [next(reading) for _ in range(3)] == [None] * 3
+        stepped = batch.step(steppers[:steps]).copy()
+        *layers, read_now = reading
+        assert len(layers) == len(model.description.layers) - 4
+        assert numpy.array_equal([*stepped, *read_now], wanted)
     for one, other in zip(alone, together, strict=True):
         assert equal_states(one.state_dict(), other.state_dict())
 

@@ -164,7 +164,7 @@ class TestConversations:
             answers = list(executor.map(ask, prompts))  # whose logits are rounded otherwise
         assert [choices[0]["text"] for choices in answers] == [choices[0]["text"] for choices in wanted]
 
-    @pytest.mark.parametrize("step", ["step", "forward", "step_alone"])
+    @pytest.mark.parametrize("step", ["step", "_begun", "step_alone"])
     def test_a_step_that_fails_ends_its_replies_and_no_others(
         self, server: Running, monkeypatch: pytest.MonkeyPatch, step: str
     ) -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,11 @@ server, _goes_on = served.impatient_server, served.goes_on
 
 
 def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
-    pace, parts = Pace(), list[int]()
-    steps = (0.4, 256, False), (0.1, 64, True), (9, 64, True), (0.001, 32, True), (9, 256, False)
-    for seconds, tokens, replies in steps:
-        pace.replies = replies
-        pace.note(seconds, tokens)
-        parts.append(pace.tokens)
-    assert parts == [256, 64, 32, 256, 256]
+    pace = Pace()
+    assert (pace.tokens, pace.seconds(9)) == (256, inf)
+    pace.replies = True
+    assert pace.tokens == 64
+    assert [pace.seconds(step_s) for step_s in (0, 0.06, 0.4)] == pytest.approx([0.1, 0.04, 0.1])
 
 
 def test_a_server_ends_though_it_reads(tiny_folder: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy
@@ -99,10 +99,13 @@ class BatchedSteps(Protocol):
     def step(self, steppers: Sequence[Any]) -> Iterable[Logits]:
         """Take a token of each stream through the model. Returns logits after each, valid until the next step."""
 
-    def forward(
-        self, stepped: Sequence[Any], read: Sequence[Any], tokens: Sequence[Sequence[int]], plans: Sequence[PromptPlan]
-    ) -> Iterable[Logits]:
-        """Take a token of some streams and several tokens of others through the model; likewise."""
+    def read(
+        self, steppers: Sequence[Any], tokens: Sequence[Sequence[int]], plans: Sequence[PromptPlan]
+    ) -> Iterator[Iterable[Logits] | None]:
+        """Take several tokens of each stream through the model in parts, between which others may be stepped.
+
+        Yields None while there is more to do, and logits after the last token of each at last.
+        """
 
     def release(self) -> None:
         """Free what was allocated for steps."""

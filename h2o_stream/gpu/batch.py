@@ -43,6 +43,7 @@ class FusedBatch(Generic[Row]):
         self._graphs: GraphSteps | None = None
         self._tables: Tables = {}
 
+    @torch.no_grad()
     def step(self, steppers: Sequence[FusedSteps]) -> list[Row]:
         """Take a token of each stream through the model, and count it.
 
@@ -52,37 +53,57 @@ class FusedBatch(Generic[Row]):
         Returns:
             Logits of each.
         """
-        return self.forward(steppers, (), [stepper.ids[0].tolist() for stepper in steppers], ())
+        with self._using(steppers):
+            ids = torch.tensor([stepper.ids[0].tolist() for stepper in steppers], device=self._device)
+            logits = self._replayed(steppers, ids)
+            if logits is None:
+                with self._caches.writing():
+                    logits = self._step(ids).logits
+                    self._caches.count_token()
+            return self._rows(logits)
 
     @torch.no_grad()
-    def forward(
-        self, stepped: Sequence[FusedSteps], read: Sequence[FusedSteps], tokens: Sequence[Sequence[int]],
-        plans: Sequence[PromptPlan],
-    ) -> list[Row]:  # fmt: skip
-        """Take a token of some streams and several tokens of others through the model, and count them.
+    def read(
+        self, steppers: Sequence[FusedSteps], tokens: Sequence[Sequence[int]], plans: Sequence[PromptPlan]
+    ) -> Iterator[list[Row]]:
+        """Take several tokens of each stream through the model at once, and count them.
 
         Args:
-            stepped: of the caches that take one token, begun by `FusedSteps.begin_step`.
-            read: of the others, begun by `FusedSteps.begin_prompt`.
-            tokens: of all of them, in this order.
+            steppers: of the caches, each with one row, begun by `FusedSteps.begin_prompt`.
+            tokens: of each.
             plans: what that has returned.
 
-        Returns:
+        Yields:
             Logits after the last token of each.
         """
-        ids = torch.tensor([*chain.from_iterable(tokens)], dtype=torch.int64, device=self._device)[:, None]
-        with available.on(self._device), self._caches.of([*stepped, *read]):
-            logits = None if read else self._replayed(stepped, ids)
-            if logits is None:
-                ends = [*accumulate(map(len, tokens), initial=0)]
-                with self._caches.writing():
-                    logits = self._run(ids, len(stepped), ends).logits
-                    for stepper in stepped:
-                        stepper.cache.count_token()
-                    for stepper, part in zip(read, tokens[len(stepped) :], strict=True):
-                        stepper.end_prompt(len(part))
+        with self._using(steppers):
+            ids = torch.tensor([*chain.from_iterable(tokens)], device=self._device)[:, None]
+            ends = [*accumulate(map(len, tokens), initial=0)]
+            parts = [slice(*pair) for pair in pairwise(ends)]
+
+            def mix(number: int, layer: Attention | Mixer, projected: Tensor) -> Tensor:
+                out = projected.new_empty(len(projected), layer.out.columns)
+                for stepper, part in zip(steppers, parts, strict=True):
+                    stepper.attention.prompt(number, layer, projected[part], out[part])
+                return out
+
+            with self._caches.writing():
+                stream = run(self._description, ids, steppers[0].dtype, mix)
+                logits = logits_of(self._description, stream, torch.tensor(ends[1:], device=ids.device) - 1)
+                for stepper, part in zip(steppers, tokens, strict=True):
+                    stepper.end_prompt(len(part))
+            rows = self._rows(logits)
+        yield rows
+
+    @contextmanager
+    def _using(self, steppers: Sequence[FusedSteps]) -> Iterator[None]:
+        """Inside, the caches are those of these streams; what was computed is there at the end."""
+        with available.on(self._device), self._caches.of(steppers):
+            yield
             if self._device.type == "cuda":
                 torch.cuda.current_stream().synchronize()  # callers time it
+
+    def _rows(self, logits: Tensor) -> list[Row]:
         return [*map(self._as_logits, logits.to(getattr(torch, self._description.logits_dtype)).float())]
 
     def release(self) -> None:
@@ -100,28 +121,22 @@ class FusedBatch(Generic[Row]):
         return self._graphs.logits({"input_ids": ids, "position_ids": ids})
 
     def _step(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
-        return self._run(input_ids, len(input_ids), range(len(input_ids) + 1))
-
-    def _run(self, ids: Tensor, num_steps: int, ends: Sequence[int]) -> SimpleNamespace:
-        """Logits [B, V] after the last token of each stream; stream i has the tokens `ends[i]` to `ends[i + 1]`."""
-        steppers, parts = self._caches.steppers, [slice(*pair) for pair in pairwise(ends)]
-        caches = [stepper.cache for stepper in steppers[:num_steps]]
-        alike = len({tuple(spec.windows for spec in cache.specs) for cache in caches}) == 1 < num_steps
+        steppers, count = self._caches.steppers, len(input_ids)
+        caches = [stepper.cache for stepper in steppers]
+        alike = len({tuple(spec.windows for spec in cache.specs) for cache in caches}) == 1 < count
 
         def mix(number: int, layer: Attention | Mixer, projected: Tensor) -> Tensor:
-            out, first = projected.new_empty(len(projected), layer.out.columns), 0
+            out = projected.new_empty(len(projected), layer.out.columns)
             if alike and isinstance(layer, Attention):
-                rows, first = slice(num_steps), num_steps
                 joint = steppers[0].attention.steps
-                joint(number, layer, projected[rows], out[rows], num_steps, beside=caches, tables=self._tables)
-            for at, part in enumerate(parts[first:], first):
-                of_stream = steppers[at].attention.steps if at < num_steps else steppers[at].attention.prompt
-                of_stream(number, layer, projected[part], out[part])
+                joint(number, layer, projected, out, count, beside=caches, tables=self._tables)
+                return out
+            for at, stepper in enumerate(steppers):
+                stepper.attention.steps(number, layer, projected[at : at + 1], out[at : at + 1])
             return out
 
-        stream = run(self._description, ids, steppers[0].dtype, mix)
-        last = None if num_steps == len(parts) else torch.tensor(ends[1:], device=ids.device) - 1
-        return SimpleNamespace(logits=logits_of(self._description, stream, last))
+        stream = run(self._description, input_ids, steppers[0].dtype, mix)
+        return SimpleNamespace(logits=logits_of(self._description, stream, None))
 
 
 class _Caches:

@@ -1,11 +1,11 @@
-"""Decode steps of several caches of one model at once: every matrix is read once for all of their streams."""
+"""Decode steps and prompts of several caches of one model: every matrix is read once for all of their streams."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from ctypes import CDLL
+from ctypes import CDLL, c_void_p
 from itertools import chain
 from typing import Any
 
@@ -45,62 +45,76 @@ class BatchStepper:
         Raises:
             OutOfMemoryError: there is none for so many streams.
         """
-        logits = self._room_for(len(steppers))
-        self._fill_layers(steppers)
+        logits, filled = self._room_for(len(steppers)), tuple(stepper.binding for stepper in steppers)
+        if filled != self._filled:
+            _fill_layers(self._model, steppers)
+            self._filled = filled
         for first in range(0, len(steppers), MAX_ROWS):
             self._run(steppers[first : first + MAX_ROWS], logits[first : first + MAX_ROWS])
         return logits
 
-    def forward(
-        self, stepped: Sequence[Stepper], read: Sequence[Stepper], tokens: Sequence[Sequence[int]],
-        plans: Sequence[PromptPlan],
-    ) -> NDArray[numpy.float32]:  # fmt: skip
-        """Take a token of some streams and several tokens of others through the model, and count them.
+    def read(
+        self, steppers: Sequence[Stepper], tokens: Sequence[Sequence[int]], plans: Sequence[PromptPlan]
+    ) -> Iterator[NDArray[numpy.float32] | None]:
+        """Take several tokens of each stream through the model, a layer at a time, and count them at the end.
+
+        Steps of other streams may come between.
 
         Args:
-            stepped: the steppers of caches that take one token, each with one row, begun by `Stepper.begin_step`.
-            read: those of the others; all of the same `rules`.
-            tokens: the next ones of all of them, in this order.
-            plans: what `Stepper.begin_prompt` has returned for those that are read; all with the same chunk.
+            steppers: those of the caches, each with one row; all of the same `rules`.
+            tokens: the next ones of each.
+            plans: what `Stepper.begin_prompt` has returned for each; all with the same chunk.
 
-        Returns:
-            [B, V] float32 logits after the last token of each, valid until the next step.
+        Yields:
+            None after each layer, and [B, V] float32 at last: the logits after the last token of each stream.
 
         Raises:
             OutOfMemoryError: there is none for so many tokens. The caches are undefined.
         """
-        lengths = numpy.array([len(part) for part in tokens], numpy.int64)
-        ids = numpy.fromiter(chain.from_iterable(tokens), numpy.int64)
-        steppers, logits = [*stepped, *read], self._room_for(len(lengths))
-        limits = numpy.zeros(
-            (len(lengths), plans[0].limits.shape[1], max(plan.limits.shape[2] for plan in plans)), numpy.int64
-        )
-        for row, plan in zip(limits[len(stepped) :], plans, strict=True):
-            row[:, : plan.limits.shape[2]] = plan.limits[0]
-        self._fill_layers(steppers)
-        with _writing(steppers) as streams:
-            failed = self._native.h2o_forward(
-                ctypes.addressof(self._model.struct),
-                streams.ctypes.data,
-                len(streams),
-                pointer(lengths, "int64", len(streams)),
-                pointer(ids, "int64", int(lengths.sum())),
-                int(lengths.max()),
-                plans[0].chunk,
-                pointer(limits, "int64", limits.size),
-                1,
-                pointer(logits, "float32", logits.size),
-                None,
-                None,
-                len(stepped),
-                num_threads(),
-            )
-            raise_failure(failed)
-            for stepper in stepped:
-                stepper.end_step()
-            for stepper in read:
+        model, lengths = self._model.copied(), numpy.array([len(part) for part in tokens], numpy.int64)
+        _fill_layers(model, steppers)
+        logits = numpy.empty((len(steppers), model.struct.vocab_size), numpy.float32)
+        with _writing(steppers) as streams, self._begun(model, streams, lengths, tokens, plans) as prompt:
+            for number in range(len(model.layers)):
+                if number:
+                    yield None
+                raise_failure(
+                    self._native.h2o_prompt_layer(
+                        prompt, ctypes.addressof(model.struct), number, pointer(logits, "float32", logits.size)
+                    )
+                )
+            for stepper in steppers:
                 stepper.end_prompt()
-        return logits
+        yield logits
+
+    @contextmanager
+    def _begun(
+        self, model: NativeModel, streams: NDArray[Any], lengths: NDArray[numpy.int64],
+        tokens: Sequence[Sequence[int]], plans: Sequence[PromptPlan],
+    ) -> Iterator[c_void_p]:  # fmt: skip
+        """The handle of a prompt whose embeddings are read."""
+        ids, prompt = numpy.fromiter(chain.from_iterable(tokens), numpy.int64), c_void_p()
+        groups, chunks = plans[0].limits.shape[1], max(plan.limits.shape[2] for plan in plans)
+        limits = numpy.zeros((len(plans), groups, chunks), numpy.int64)
+        for row, plan in zip(limits, plans, strict=True):
+            row[:, : plan.limits.shape[2]] = plan.limits[0]
+        failed = self._native.h2o_prompt_open(
+            ctypes.addressof(model.struct),
+            streams.ctypes.data,
+            len(streams),
+            pointer(lengths, "int64", len(streams)),
+            pointer(ids, "int64", int(lengths.sum())),
+            int(lengths.max()),
+            plans[0].chunk,
+            pointer(limits, "int64", limits.size),
+            num_threads(),
+            ctypes.addressof(prompt),
+        )
+        raise_failure(failed)
+        try:
+            yield prompt
+        finally:
+            self._native.h2o_prompt_close(prompt)
 
     def release(self) -> None:
         """Free the logits of the last step, if nobody else holds them."""
@@ -125,14 +139,11 @@ class BatchStepper:
             for stepper in steppers:
                 stepper.end_step()
 
-    def _fill_layers(self, steppers: Sequence[Stepper]) -> None:
-        """Take over rules and addresses that are the same for all, with the longest table of rotations."""
-        filled = tuple(stepper.binding for stepper in steppers)
-        if filled == self._filled:
-            return
-        self._filled = filled
-        for number, bound in enumerate(zip(*(stepper.model.layers for stepper in steppers), strict=True)):
-            self._model.layers[number] = max(bound, key=lambda layer: layer.attention.rope_rows)
+
+def _fill_layers(model: NativeModel, steppers: Sequence[Stepper]) -> None:
+    """Take over rules and addresses that are the same for all, with the longest table of rotations."""
+    for number, bound in enumerate(zip(*(stepper.model.layers for stepper in steppers), strict=True)):
+        model.layers[number] = max(bound, key=lambda layer: layer.attention.rope_rows)
 
 
 @contextmanager

@@ -253,7 +253,6 @@ class Stepper:
                 pointer(logits, "float32", rows * keep * vocabulary),
                 pointer(copied, "float32", sum(x.kv_heads for x in attention)),
                 pointer(projected, "float32", rows * new * projected_size),
-                0,
                 num_threads(),
             )
             raise_failure(failed)

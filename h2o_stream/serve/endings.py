@@ -48,7 +48,8 @@ class Job:
         opened: the conversation.
         events: events of the reply.
         reading: the next event, if it comes from another thread.
-        ending: ends the reply after that.
+        ending: ends the reply when that is there, or all layers are done.
+        between_layers: its waiting tokens are being read, and have been taken through some layers.
         corrected: the reply is complete, and the turn is read again as its client has seen it.
     """
 
@@ -66,6 +67,7 @@ class Job:
     thought: int = 0
     reading: Future[Event] | None = None
     ending: Callable[[], None] | None = None
+    between_layers: bool = False
     corrected: bool = False
 
     @property
@@ -163,7 +165,7 @@ class Endings:
         """Stop a reply; what was said stays. Before its first token, the conversation goes back to where it was."""
         if job.corrected:
             return
-        if job.reading is not None:
+        if job.reading is not None or job.between_layers:
             job.ending = partial(self.interrupt, job, finish)
             return
         with self._giving_up(job):
@@ -178,7 +180,7 @@ class Endings:
 
     def give_up(self, job: Job, error: BaseException | None) -> None:
         """End a reply without its turn, and send its client the error, if there is one."""
-        if job.reading is not None:
+        if job.reading is not None or job.between_layers:
             job.ending = partial(self.give_up, job, error)
             return
         if job in self._jobs:

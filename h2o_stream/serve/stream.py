@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +19,11 @@ from h2o_stream.errors import H2OStreamError
 from h2o_stream.models.loaded import LoadedModel
 from h2o_stream.native.stepper import PromptPlan
 
-MAX_PART, MIN_PART, SLOW_S = 256, 32, 0.1
-"""Prompt tokens in a step at most and at least, and seconds of a step that replies should not wait longer for."""
+_ALONE, _BESIDE = 256, 64
+"""Prompt tokens that are read together, and as many while there are replies."""
 
+_SLOW_S, _SHARE = 0.1, 0.25
+"""Seconds that replies should not wait longer for, and the part of a step's time that prompts have in any case."""
 
 _LEAST = -9999.0
 """The logprob of what is impossible, as in OpenAI's API: JSON has no infinity."""
@@ -80,23 +83,22 @@ def _likeliest(logits: Scores, count: int) -> TokenIds:
 
 
 class Pace:
-    """How many tokens of prompts are read in a step, with tokens of replies as many as these can wait for.
+    """How many tokens of prompts are read together, and how long beside replies.
 
     Attributes:
-        replies: whether there are tokens of replies in the next step.
+        replies: whether there are replies that wait meanwhile.
     """
 
-    def __init__(self) -> None:
-        self.replies, self._tokens = False, MAX_PART
+    replies = False
 
     @property
     def tokens(self) -> int:
-        """Number of prompt tokens in the next step."""
-        return self._tokens if self.replies else MAX_PART
+        """Number of prompt tokens."""
+        return _BESIDE if self.replies else _ALONE
 
-    def note(self, seconds: float, tokens: int) -> None:
-        """So many tokens of prompts were read in a step that took so long."""
-        self._tokens = min(max(int(tokens * SLOW_S / max(seconds, 1e-9)), MIN_PART), MAX_PART)
+    def seconds(self, step_s: float) -> float:
+        """How long prompts are read after a step of replies that took so long."""
+        return max(_SLOW_S - step_s, _SHARE * step_s) if self.replies else inf
 
 
 class Waits:

@@ -1,7 +1,7 @@
-"""The thread that owns the model: steps all replies at once, and reads prompts in parts beside them.
+"""The thread that owns the model: steps all replies at once, and reads prompts between the steps.
 
 It takes what was asked for, chooses whose tokens are next, takes them through the model, and sends what came of it.
-Conversations join and leave between steps: a token of every reply, and as much of prompts as others can wait for.
+Conversations join and leave between steps. After each, prompts go through as many layers as replies can wait for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from h2o_stream.base.memory import trim_heap
 from h2o_stream.engine.events import PrefillProgress, Token
@@ -44,16 +45,23 @@ _IDLE_S = 1.0
 
 @dataclass
 class _Batch:
-    """Replies whose tokens go through the model together: steps, and parts of prompts with their plans."""
+    """Replies whose tokens go through the model together; for prompts, with their plans."""
 
-    steps: list[Job] = field(default_factory=list)
-    reads: list[Job] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
     plans: list[PromptPlan] = field(default_factory=list)
 
     @property
-    def jobs(self) -> list[Job]:
-        """All of them."""
-        return self.steps + self.reads
+    def steppers(self) -> list[Any]:
+        """Those of their caches."""
+        return [job.live.engine.stepper for job in self.jobs]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """Prompts that are being read, and what `BatchedSteps.read` yields."""
+
+    jobs: list[Job]
+    layers: Iterator[Iterable[Logits] | None]
 
 
 class Worker:
@@ -75,7 +83,8 @@ class Worker:
         self._actions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._asked: deque[Ask] = deque()
         self._jobs: list[Job] = []
-        self._stopped = False
+        self._readings = deque[_Reading]()
+        self._stopped = self._has_begun = False
         self._endings = Endings(self._jobs, conversations, metrics, self.call)
         self._readers = Threads("h2o-read")
         self._openings = Openings(self._asked, conversations, self.call)
@@ -120,9 +129,13 @@ class Worker:
                     self._endings.give_up(job, error)
 
     def _receive(self) -> None:
-        """Take what was asked for, and begin a new reply: its conversation takes some milliseconds, and others wait."""
+        """Take what was asked for, and begin a new reply: its conversation takes some milliseconds, and others wait.
+
+        Before the next one is begun, prompts are read.
+        """
         self._take_actions()
-        if not self._may_begin:
+        self._has_begun = self._may_begin and not (self._has_begun and self._conversations.pace.replies)
+        if not self._has_begun:
             return
         ask = self._asked.popleft()
         try:
@@ -138,99 +151,108 @@ class Worker:
         return free and bool(self._asked)
 
     def _step(self) -> None:
-        """Take a token of every reply, and some of prompts, through the model."""
-        chosen = self._schedule()
-        if len(chosen) == 1 and (engine := chosen[0].live.engine).can_guess:
-            self._forward(_Batch(chosen), lambda: [engine.step_alone()])
-            return
-        batches = self._batches(chosen)
-        for batch in batches:
-            self._forward(batch, partial(self._logits, batch), several=len(batches) > 1)
-
-    def _schedule(self) -> list[Job]:
-        """Take replies to where they wait for the model. Returns those whose tokens are taken now."""
-        self._conversations.pace.replies = any(job.tokens for job in self._jobs)
+        """Take a token of every reply, and prompts for a while, through the model."""
+        started, pace = time.perf_counter(), self._conversations.pace
+        pace.replies = any(job.tokens for job in self._jobs)
         for job in list(self._jobs):
             if job.late:
                 self._endings.interrupt(job, "length")
             while job in self._jobs and job.may_advance:
                 self._advance(job)
-        return [*self._chosen()]
+        waiting = [job for job in self._jobs if job.live.engine.waiting and not (job.reading or job.between_layers)]
+        steps = [job for job in waiting if job.live.engine.steps]
+        if len(steps) == 1 and (engine := steps[0].live.engine).can_guess:
+            self._forward(steps, lambda: [engine.step_alone()])
+        else:
+            batches = self._batches(steps)
+            for batch in batches:
+                self._forward(batch.jobs, partial(self._batch.step, batch.steppers), several=len(batches) > 1)
+        if not (self._has_begun and pace.replies):
+            if not self._readings:
+                self._begin_prompts(job for job in waiting if job not in steps)
+            self._read(pace.seconds(time.perf_counter() - started))
 
-    def _batches(self, chosen: Iterable[Job]) -> list[_Batch]:
+    def _batches(self, jobs: Iterable[Job]) -> list[_Batch]:
         """What goes through the model together, prepared."""
-        batches = dict[bytes, _Batch]()
-        for job in chosen:
+        batches = dict[tuple[bytes, int], _Batch]()
+        for job in jobs:
+            engine = job.live.engine
             try:
-                plan, rules = job.live.engine.begin_waiting(), job.live.engine.rules
+                plan = engine.begin_waiting()
+                batch = batches.setdefault((engine.rules, plan.chunk if plan else 0), _Batch())
             except BaseException as error:  # noqa: BLE001 - one reply must not end the others
                 self._endings.give_up(job, error)
                 continue
-            batch = batches.setdefault(rules, _Batch())
-            if plan is None:
-                batch.steps.append(job)
-                continue
-            if batch.plans and batch.plans[0].chunk != plan.chunk:
-                batch = batches.setdefault(rules + b"%d" % plan.chunk, _Batch())
-            batch.reads.append(job)
-            batch.plans.append(plan)
+            batch.jobs.append(job)
+            batch.plans.extend([plan] if plan else [])
         return list(batches.values())
 
-    def _forward(self, batch: _Batch, compute: Callable[[], Iterable[Logits]], several: bool = False) -> None:
+    def _forward(self, jobs: list[Job], compute: Callable[[], Iterable[Logits]], several: bool = False) -> None:
         """Take tokens through the model, and send what is in the caches then; some replies get their own logits."""
         started = time.perf_counter()
         try:
             logits = compute()
         except BaseException as error:  # noqa: BLE001 - a step must not end the server
-            for job in batch.jobs:
+            for job in jobs:
                 self._endings.give_up(job, error)
             return
-        seconds = time.perf_counter() - started
-        self._metrics.stepped(len(batch.jobs), seconds)
-        if batch.plans:
-            self._conversations.pace.note(seconds, sum(len(job.live.engine.waiting) for job in batch.reads))
-        for job, scores in zip(batch.jobs, logits, strict=True):
+        self._metrics.stepped(len(jobs), time.perf_counter() - started)
+        for job, scores in zip(jobs, logits, strict=True):
             engine = job.live.engine
             engine.finish(scores.copy() if several or job.is_long or engine.grammar else scores)
             self._advance(job)
 
-    def _logits(self, batch: _Batch) -> Iterable[Logits]:
-        """Those after the tokens of a batch, valid until the next time."""
-        engines = [job.live.engine for job in batch.jobs]
-        steppers, steps = [engine.stepper for engine in engines], len(batch.steps)
-        if not batch.plans:
-            return self._batch.step(steppers)
-        tokens = [engine.waiting for engine in engines]
-        return self._batch.forward(steppers[:steps], steppers[steps:], tokens, batch.plans)
-
-    def _chosen(self) -> Iterator[Job]:
-        """Replies whose tokens are taken now: all steps, and parts of prompts in turn."""
-        waiting = [job for job in self._jobs if not job.reading and job.live.engine.waiting]
-        prompts = [job for job in waiting if not job.live.engine.steps]
-        yield from (job for job in waiting if job.live.engine.steps)
-        budget = self._conversations.pace.tokens
+    def _begin_prompts(self, prompts: Iterable[Job]) -> None:
+        """Begin to read parts of prompts, those of replies in turn."""
+        budget, chosen = self._conversations.pace.tokens, list[Job]()
         for job in prompts:
             if budget <= 0:
-                return
+                break
             budget -= len(job.live.engine.waiting)
             self._jobs.remove(job)  # to the end
             self._jobs.append(job)
-            yield job
+            chosen.append(job)
+        for batch in self._batches(chosen):
+            tokens = [job.live.engine.waiting for job in batch.jobs]
+            self._readings.append(_Reading(batch.jobs, self._batch.read(batch.steppers, tokens, batch.plans)))
+            for job in batch.jobs:
+                job.between_layers = True
+
+    def _read(self, seconds: float) -> None:
+        """Take what is being read through one more layer, and through others for so long."""
+        started = time.perf_counter()
+        while self._readings and time.perf_counter() - started <= seconds:
+            reading = self._readings[0]
+            try:
+                logits = next(reading.layers)
+            except BaseException as error:  # noqa: BLE001 - a prompt must not end the server
+                for job in self._end_reading():
+                    self._endings.give_up(job, error)
+                continue
+            if logits is not None:
+                for job, scores in zip(self._end_reading(), logits, strict=True):
+                    job.live.engine.finish(scores)
+                    self._advance(job)
+
+    def _end_reading(self) -> list[Job]:
+        """Prompts that are not being read any longer."""
+        jobs = self._readings.popleft().jobs
+        for job in jobs:
+            job.between_layers = False
+        return jobs
 
     def _advance(self, job: Job) -> None:
         """Take a reply to its next event, and send it."""
         try:
-            if job.reading is not None:
-                reading, job.reading = job.reading, None
-                event = reading.result()
-                if job.ending is not None:
-                    job.ending()
-                    return
-            elif job.is_long:
+            reading, job.reading = job.reading, None
+            event = reading.result() if reading else None
+            if job.ending is not None:
+                job.ending()
+                return
+            if reading is None and job.is_long:
                 job.reading = self._readers.submit(partial(next, job.events), partial(self.call, _nothing))
                 return
-            else:
-                event = next(job.events)
+            event = event or next(job.events)
             if isinstance(event, Token):
                 self._send_token(job, event)
             elif isinstance(event, Turn):

@@ -1,10 +1,10 @@
 #include "prompt.h"
 
 #include <algorithm>
+#include <memory>
 
 #include "activation.h"
 #include "altup.h"
-#include "batch_step.h"
 #include "check.h"
 #include "copied.h"
 #include "layer_parts.h"
@@ -96,29 +96,39 @@ void Prompt::reserve() {
 }
 
 void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied, float* projected) {
+  begin(tokens);
+  for (int64_t index = 0; index < model_.layer_count; ++index) {
+    run_layer(model_.layers[index], keep, copied, projected);
+  }
+  end(logits);
+}
+
+void Prompt::begin(const int64_t* tokens) {
   check_tokens(model_, tokens, count_);
   reserve();
   embed(tokens);
-  for (int64_t index = 0; index < model_.layer_count; ++index) {
-    const Layer& layer = model_.layers[index];
-    if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
-    if (copied && attends(layer)) {
-      measure_copied(layer.attention, query_.data(), keys_of_layer(layer).data(), new_tokens_, copied,
-                     threads_);
-      copied += layer.attention.kv_heads;
-    }
-    if (projected && attends(layer)) {
-      const AttentionLayer& shape = layer.attention;
-      projected = std::copy_n(query_.data(), count_ * shape.query_heads * shape.head_size, projected);
-      projected = std::copy_n(keys_of_layer(layer).data(), count_ * shape.kv_heads * shape.head_size, projected);
-    }
-    if (attends(layer)) {
-      attend_slots(layer);
-      gate(layer);
-    }
-    if (index + 1 == model_.layer_count) drop_all_but(keep);
-    finish(layer);
+}
+
+void Prompt::run_layer(const Layer& layer, int64_t keep, float*& copied, float*& projected) {
+  const AttentionLayer& shape = layer.attention;
+  if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
+  if (copied && attends(layer)) {
+    measure_copied(shape, query_.data(), keys_of_layer(layer).data(), new_tokens_, copied, threads_);
+    copied += shape.kv_heads;
   }
+  if (projected && attends(layer)) {
+    projected = std::copy_n(query_.data(), count_ * shape.query_heads * shape.head_size, projected);
+    projected = std::copy_n(keys_of_layer(layer).data(), count_ * shape.kv_heads * shape.head_size, projected);
+  }
+  if (attends(layer)) {
+    attend_slots(layer);
+    gate(layer);
+  }
+  if (index_of(layer) + 1 == model_.layer_count) drop_all_but(keep);
+  finish(layer);
+}
+
+void Prompt::end(float* logits) {
   output(logits);
   advance();
 }
@@ -237,25 +247,46 @@ extern "C" {
 // the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none. So does
 // `projected`, which gets queries and keys (`Prompt::run`).
 //
-// The first `steps` streams have one token each, which is taken as in `h2o_step`; then `keep` is 1.
-//
 // Returns 0, 2 if there are too few slots, or what `code_of` does: with nothing changed, unless it is out of memory.
 int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
                     const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits, int64_t keep,
-                    float* logits, float* copied, float* projected, int64_t steps, int64_t threads) {
+                    float* logits, float* copied, float* projected, int64_t threads) {
   return code_of([&] {
     check_streams(*model, streams, count);
-    if (steps) {
-      BatchStep step(*model, streams, count, steps, lengths, new_tokens, chunk, limits, threads);
-      if (!step.fits()) return 2;
-      step.run(tokens, logits);
-      return 0;
-    }
     Prompt prompt(*model, streams, count, lengths, new_tokens, chunk, limits, threads);
     if (!prompt.fits()) return 2;
     prompt.run(tokens, keep, logits, copied, projected);
     return 0;
   });
 }
+
+// Begins the same for `keep` 1, to be taken layer by layer with `h2o_prompt_layer`. Until `h2o_prompt_close`, model and
+// streams must stay as they are.
+int64_t h2o_prompt_open(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
+                        const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits,
+                        int64_t threads, void** opened) {
+  return code_of([&] {
+    check_streams(*model, streams, count);
+    auto prompt = std::make_unique<Prompt>(*model, streams, count, lengths, new_tokens, chunk, limits, threads);
+    if (!prompt->fits()) return 2;
+    prompt->begin(tokens);
+    *opened = prompt.release();
+    return 0;
+  });
+}
+
+// Takes the tokens through layer `index`, the next one; after the last one, writes logits. Returns 0, or 1 if out of
+// memory: then the slots are undefined.
+int64_t h2o_prompt_layer(void* opened, const Model* model, int64_t index, float* logits) {
+  return code_of([&] {
+    Prompt& prompt = *static_cast<Prompt*>(opened);
+    float *copied = nullptr, *projected = nullptr;
+    prompt.run_layer(model->layers[index], 1, copied, projected);
+    if (index + 1 == model->layer_count) prompt.end(logits);
+    return 0;
+  });
+}
+
+void h2o_prompt_close(void* opened) { delete static_cast<Prompt*>(opened); }
 
 }  // extern "C"
