@@ -84,7 +84,7 @@ class Worker:
         self._asked: deque[Ask] = deque()
         self._jobs: list[Job] = []
         self._readings = deque[_Reading]()
-        self._stopped = self._has_begun = False
+        self._stopped = False
         self._endings = Endings(self._jobs, conversations, metrics, self.call)
         self._readers = Threads("h2o-read")
         self._openings = Openings(self._asked, conversations, self.call)
@@ -129,13 +129,9 @@ class Worker:
                     self._endings.give_up(job, error)
 
     def _receive(self) -> None:
-        """Take what was asked for, and begin a new reply: its conversation takes some milliseconds, and others wait.
-
-        Before the next one is begun, prompts are read.
-        """
+        """Take what was asked for, and begin a new reply: its conversation takes some milliseconds, and others wait."""
         self._take_actions()
-        self._has_begun = self._may_begin and not (self._has_begun and self._conversations.pace.replies)
-        if not self._has_begun:
+        if not self._may_begin:
             return
         ask = self._asked.popleft()
         try:
@@ -167,10 +163,9 @@ class Worker:
             batches = self._batches(steps)
             for batch in batches:
                 self._forward(batch.jobs, partial(self._batch.step, batch.steppers), several=len(batches) > 1)
-        if not (self._has_begun and pace.replies):
-            if not self._readings:
-                self._begin_prompts(job for job in waiting if job not in steps)
-            self._read(pace.seconds(time.perf_counter() - started))
+        if not self._readings:
+            self._begin_prompts(job for job in waiting if job not in steps)
+        self._read(pace.seconds(time.perf_counter() - started))
 
     def _batches(self, jobs: Iterable[Job]) -> list[_Batch]:
         """What goes through the model together, prepared."""
