@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy
@@ -81,7 +83,7 @@ class Slots(GroupRules):
 
     # layout
 
-    def layout(self, shape: HeadShape, dtype: Any, rows: int, slots: int) -> dict[str, Field]:
+    def layout(self, shape: HeadShape, dtype: Any, rows: int, slots: int) -> Mapping[str, Field]:
         """What B `rows` of S `slots` are made of, by name: [B, Hkv, *], and ``seen`` [B, 1, 1].
 
         ``keys`` and ``values`` are un-rotated, or rotated by token index with ``absolute``; for those in a few bits see
@@ -93,38 +95,9 @@ class Slots(GroupRules):
         Raises:
             ConfigError: heads do not fill the bytes of their codes.
         """
-        bits, counts, number = self.plan.kv_bits, self._counts(slots), str(dtype).removeprefix("torch.")
-        for size in (shape.key_size, shape.value_size):
-            if size * bits % 8:
-                raise ConfigError(f"kv_bits is {bits}, but heads of size {size} do not fill bytes; raise --kv-bits")
-        fields = {
-            "keys": Field((shape.key_size,), 0, number),
-            "values": Field((shape.value_size,), 0, number),
-            "key_codes": Field((shape.key_size * bits // 8,), 0, "uint8"),
-            "value_codes": Field((shape.value_size * bits // 8,), 0, "uint8"),
-            "key_range": Field((2, shape.key_size), numpy.inf, "float32"),
-            "value_grid": Field((2,), 0, "float16"),
-            "scores": Field((), -numpy.inf, "float32"),
-            "long_term_scores": Field((), 0, "float32"),
-            "index": Field((), -1, "int32"),
-            "rank": Field((), slots, rank_dtype(slots)),
-            "free": Field((1,), self.exact, "int64"),
-        }
-        unused: set[str] = {"key_range", *ENCODED} if bits == 16 else set()
-        unused |= set() if self.has_long_term else {"long_term_scores"}
         heads = shape.kv_heads if self.heads is None else len(self.heads)
-        made = {
-            name: field._replace(shape=(rows, heads, *([counts[name]] if name in counts else []), *field.shape))
-            for name, field in fields.items()
-            if name not in unused
-        }
-        return made | {"seen": Field((rows, 1, 1), 0, "int64")}
-
-    def _counts(self, slots: int) -> dict[str, int]:
-        """How many rows each array has that has some for slots."""
-        exact = self.exact or slots
-        parts = (STORED, exact), (ENCODED, max(slots - exact, 0)), (_ENTRIES, slots)
-        return {name: count for names, count in parts for name in names}
+        number, plan = str(dtype).removeprefix("torch."), self.plan
+        return _layout(shape, number, rows, slots, heads, self.exact, plan.kv_bits, self.has_long_term)
 
     def bytes_of(self, shape: HeadShape, dtype: Any) -> int:
         """Bytes that one row takes at most."""
@@ -170,7 +143,7 @@ class Slots(GroupRules):
 
     def _first(self, slots: int, arrays: Mapping[str, Array]) -> dict[str, Array]:
         """Views of arrays with so many slots."""
-        counts = self._counts(slots)
+        counts = _counts(slots, self.exact)
         return {name: x[:, :, : counts[name]] if name in counts else x for name, x in arrays.items()}
 
     # allocation
@@ -183,8 +156,10 @@ class Slots(GroupRules):
 
     def _empty(self, rows: int, slots: int) -> dict[str, Array]:
         assert self.shape is not None
-        fields = self.layout(self.shape, self.dtype, rows, slots)
-        apart = {name: fields.pop(name) for name in (*STORED, *ENCODED) if self.on_disk and name in fields}
+        fields, apart = self.layout(self.shape, self.dtype, rows, slots), dict[str, Field]()
+        if self.on_disk:
+            apart = {name: fields[name] for name in (*STORED, *ENCODED) if name in fields}
+            fields = {name: field for name, field in fields.items() if name not in apart}
         arrays = _in_one_block(fields, anonymous_memory) | (_in_one_block(apart, mapped_memory) if apart else {})
         if "key_range" in arrays:
             arrays["key_range"][:, :, 1] = -numpy.inf
@@ -263,6 +238,50 @@ class Slots(GroupRules):
         self.filled = filled
 
 
+@lru_cache(maxsize=1024)
+def _layout(
+    shape: HeadShape, dtype: str, rows: int, slots: int, heads: int, exact: int, bits: int, has_long_term: bool
+) -> Mapping[str, Field]:
+    """See `Slots.layout`: many layers have the same."""
+    for size in (shape.key_size, shape.value_size):
+        if size * bits % 8:
+            raise ConfigError(f"kv_bits is {bits}, but heads of size {size} do not fill bytes; raise --kv-bits")
+    fields = {
+        "keys": Field((shape.key_size,), 0, dtype),
+        "values": Field((shape.value_size,), 0, dtype),
+        "key_codes": Field((shape.key_size * bits // 8,), 0, "uint8"),
+        "value_codes": Field((shape.value_size * bits // 8,), 0, "uint8"),
+        "key_range": Field((2, shape.key_size), numpy.inf, "float32"),
+        "value_grid": Field((2,), 0, "float16"),
+        "scores": Field((), -numpy.inf, "float32"),
+        "long_term_scores": Field((), 0, "float32"),
+        "index": Field((), -1, "int32"),
+        "rank": Field((), slots, rank_dtype(slots)),
+        "free": Field((1,), exact, "int64"),
+    }
+    unused: set[str] = {"key_range", *ENCODED} if bits == 16 else set()
+    unused |= set() if has_long_term else {"long_term_scores"}
+    counts = _counts(slots, exact)
+    made = {
+        name: field._replace(shape=(rows, heads, *([counts[name]] if name in counts else []), *field.shape))
+        for name, field in fields.items()
+        if name not in unused
+    }
+    return MappingProxyType(made | {"seen": Field((rows, 1, 1), 0, "int64")})
+
+
+def _counts(slots: int, exact: int) -> dict[str, int]:
+    """How many rows each array has that has some for slots, of which `exact` are in full precision or, if 0, all."""
+    parts = (STORED, exact or slots), (ENCODED, max(slots - (exact or slots), 0)), (_ENTRIES, slots)
+    return {name: count for names, count in parts for name in names}
+
+
+@lru_cache(maxsize=1024)
+def _starts(*fields: Field) -> list[int]:
+    """Where arrays begin in a block, and its end."""
+    return [0, *accumulate(-(-field.nbytes // _ALIGNMENT) * _ALIGNMENT for field in fields)]
+
+
 def rank_dtype(slots: int) -> str:
     """The smallest signed type for the ranks in that many slots: at most twice their number, while they fill up."""
     return "int16" if 2 * slots < 2**15 else "int32"
@@ -274,7 +293,7 @@ def _in_one_block(fields: Mapping[str, Field], memory: Callable[[int], Any]) -> 
     Slots are resized while others come and go. What is freed in the heap stays there as holes between them: a fifth of
     what 64 conversations took.
     """
-    starts = [0, *accumulate(-(-field.nbytes // _ALIGNMENT) * _ALIGNMENT for field in fields.values())]
+    starts = _starts(*fields.values())
     block = memory(starts[-1])
     arrays = dict[str, Array]()
     for (name, field), start in zip(fields.items(), starts, strict=False):

@@ -40,7 +40,7 @@ def pointer(array: Array | None, dtype: str, count: int, *, strided: bool = Fals
     if isinstance(array, numpy.ndarray):
         plain = type(array) in (numpy.ndarray, numpy.memmap) and array.dtype == _NUMPY_DTYPES.get(dtype, dtype)
         if plain and array.flags.aligned and (strided or array.flags.c_contiguous) and array.size >= count:
-            return array.ctypes.data
+            return int(array.__array_interface__["data"][0])  # sooner than `ctypes.data`
         strides, device = str(array.strides), "cpu"
     else:
         torch = sys.modules["torch"]

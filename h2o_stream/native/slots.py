@@ -122,9 +122,10 @@ class BoundLayer:
         """Fill the structures [B] of one group of `heads`."""
         arrays = group.tensors()
         shape = HeadShape(attention.query_heads, attention.kv_heads, attention.head_size, attention.value_size)
+        row_numbers = numpy.arange(len(rows))
         for name, x in group.layout(shape, group.dtype, len(rows), group.num_slots).items():
             first = pointer(arrays[name], x.dtype, prod(x.shape))
-            rows[_FIELDS.get(name, name)] = first + row_bytes(arrays[name]) * numpy.arange(len(rows))
+            rows[_FIELDS.get(name, name)] = first + row_bytes(arrays[name]) * row_numbers
         rows["heads"], rows["head_count"] = pointer(heads, "int32", len(heads)), len(heads)
         rows["slot_count"], rows["recent"], rows["span"] = (
             group.num_slots,

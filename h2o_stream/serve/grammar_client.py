@@ -22,7 +22,7 @@ less, of the processor's time, but others may have the processor."""
 QUICK_S = 0.2
 """Seconds after which its process lets others have the processors."""
 
-_POLL_S, _FORESEE_S = 0.02, 0.005
+_POLL_S, _FORESEE_S = 0.1, 0.005
 """Seconds between two looks at its process, and that guesses are waited for."""
 
 

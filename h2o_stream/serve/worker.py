@@ -163,9 +163,10 @@ class Worker:
             batches = self._batches(steps)
             for batch in batches:
                 self._forward(batch.jobs, partial(self._batch.step, batch.steppers), several=len(batches) > 1)
+        until = (now := time.perf_counter()) + pace.seconds(now - started)
         if not self._readings:
-            self._begin_prompts(job for job in waiting if job not in steps)
-        self._read(pace.seconds(time.perf_counter() - started))
+            self._begin_prompts([job for job in waiting if job not in steps], until)
+        self._read(until)
 
     def _batches(self, jobs: Iterable[Job]) -> list[_Batch]:
         """What goes through the model together, prepared."""
@@ -197,26 +198,28 @@ class Worker:
             engine.finish(scores.copy() if several or job.is_long or engine.grammar else scores)
             self._advance(job)
 
-    def _begin_prompts(self, prompts: Iterable[Job]) -> None:
-        """Begin to read parts of prompts, those of replies in turn."""
-        budget, chosen = self._conversations.pace.tokens, list[Job]()
-        for job in prompts:
-            if budget <= 0:
-                break
-            budget -= len(job.live.engine.waiting)
-            self._jobs.remove(job)  # to the end
-            self._jobs.append(job)
-            chosen.append(job)
-        for batch in self._batches(chosen):
+    def _begin_prompts(self, prompts: list[Job], until: float) -> None:
+        """Begin to read parts of prompts, those of replies in turn: one, and others for as long as there is time."""
+
+        def chosen() -> Iterator[Job]:
+            budget = self._conversations.pace.tokens
+            for number, job in enumerate(prompts):
+                if budget <= 0 or (number and time.perf_counter() > until):
+                    return
+                budget -= len(job.live.engine.waiting)
+                self._jobs.remove(job)  # to the end
+                self._jobs.append(job)
+                yield job
+
+        for batch in self._batches(chosen()):
             tokens = [job.live.engine.waiting for job in batch.jobs]
             self._readings.append(_Reading(batch.jobs, self._batch.read(batch.steppers, tokens, batch.plans)))
             for job in batch.jobs:
                 job.between_layers = True
 
-    def _read(self, seconds: float) -> None:
-        """Take what is being read through one more layer, and through others for so long."""
-        started = time.perf_counter()
-        while self._readings and time.perf_counter() - started <= seconds:
+    def _read(self, until: float) -> None:
+        """Take what is being read through as many layers as there is time for."""
+        while self._readings and time.perf_counter() <= until:
             reading = self._readings[0]
             try:
                 logits = next(reading.layers)
