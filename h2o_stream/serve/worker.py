@@ -149,12 +149,12 @@ class Worker:
     def _step(self) -> None:
         """Take a token of every reply, and prompts for a while, through the model."""
         started, pace = time.perf_counter(), self._conversations.pace
-        pace.replies = any(job.tokens for job in self._jobs)
         for job in list(self._jobs):
             if job.late:
                 self._endings.interrupt(job, "length")
             while job in self._jobs and job.may_advance:
                 self._advance(job)
+        pace.replies = any(job.tokens for job in self._jobs)
         waiting = [job for job in self._jobs if job.live.engine.waiting and not (job.reading or job.between_layers)]
         steps = [job for job in waiting if job.live.engine.steps]
         if len(steps) == 1 and (engine := steps[0].live.engine).can_guess:
