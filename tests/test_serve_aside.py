@@ -6,9 +6,10 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from h2o_stream.session import state_files
 from tests import served
 from tests.native_builds import needs_library
 from tests.serve_load import post
-from tests.served import Running, reply
+from tests.served import Running, connected, reply
 from tests.waiting import wait_for
 
 pytestmark = needs_library
@@ -41,7 +42,33 @@ def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
     assert (pace.tokens, pace.seconds(9)) == (256, inf)
     pace.replies = True
     assert pace.tokens == 64
-    assert [pace.seconds(step_s) for step_s in (0, 0.06, 0.4)] == pytest.approx([0.1, 0.04, 0.1])
+    assert [pace.seconds(step_s) for step_s in (0, 0.06, 0.4)] == pytest.approx([0.1, 0.04, 0.14])
+
+
+def test_replies_go_on_between_the_layers_of_prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose clients may leave meanwhile."""
+    question, worker, events = "Name tools. " * 40, server.service.worker, list[str]()
+    wanted, read, forward = reply(server.say(question)), worker._batch.read, worker._forward
+
+    def read_slowly(*prompts: Any) -> Iterator[Any]:
+        for logits in read(*prompts):
+            events.append("layer" if logits is None else "read")
+            yield logits
+
+    monkeypatch.setattr(Pace, "seconds", lambda *_: 1e-4)
+    monkeypatch.setattr(worker._batch, "read", read_slowly)
+    monkeypatch.setattr(worker, "_forward", lambda *args, **more: (events.append("step"), forward(*args, **more)))
+    goes_on = b'{"messages": [{"role": "user", "content": "Go on."}], "max_tokens": 1000000, "ignore_eos": true}'
+    with connected(server, goes_on):
+        wait_for(lambda: any(job.tokens > 2 for job in worker._jobs))
+        events.clear()
+        assert reply(server.say(question, ignore_eos=False)) == wanted
+        assert ("layer", "step") in pairwise(events)
+        assert not {("layer", "layer"), ("layer", "read")} & {*pairwise(events)}
+        with connected(server, json.dumps({"messages": [{"role": "user", "content": question * 9}]}).encode()):
+            wait_for(lambda: any(job.between_layers for job in worker._jobs))
+        wait_for(lambda: len(worker._jobs) == 1)
+    server.check_idle()
 
 
 def test_a_server_ends_though_it_reads(tiny_folder: Path) -> None:
