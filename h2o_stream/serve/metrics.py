@@ -50,11 +50,11 @@ class Metrics:
                 ("queue", "Time from a request until its reply is begun"),
                 ("first_token", "Time from a request until the first token of its reply"),
                 ("reply", "Time from a request until the last token of its reply"),
-                ("step", "Time of a step: a token of each reply, and parts of prompts"),
+                ("step", "Time of a step: a token of each reply"),
             )
         }
         self._rows = Histogram(
-            "h2o_step_streams", "Streams in a step, with those whose prompts are read", buckets=_ROWS, registry=registry
+            "h2o_step_streams", "Streams in a step", buckets=_ROWS, registry=registry
         )
         self._gauges = {name: Gauge(f"h2o_{name}", text, registry=registry) for name, text in _GAUGES.items()}
 
