@@ -53,9 +53,7 @@ class Metrics:
                 ("step", "Time of a step: a token of each reply"),
             )
         }
-        self._rows = Histogram(
-            "h2o_step_streams", "Streams in a step", buckets=_ROWS, registry=registry
-        )
+        self._rows = Histogram("h2o_step_streams", "Streams in a step", buckets=_ROWS, registry=registry)
         self._gauges = {name: Gauge(f"h2o_{name}", text, registry=registry) for name, text in _GAUGES.items()}
 
     def opened(self, origin: str, waited_s: float) -> None:
