@@ -199,16 +199,14 @@ class Worker:
             self._advance(job)
 
     def _begin_prompts(self, prompts: list[Job], until: float) -> None:
-        """Begin to read parts of prompts, those of replies in turn: one, and others for as long as there is time."""
+        """Begin to read parts of prompts: of the one of which least was read, and of others if there is time."""
 
         def chosen() -> Iterator[Job]:
-            budget = self._conversations.pace.tokens
-            for number, job in enumerate(prompts):
-                if budget <= 0 or (number and time.perf_counter() > until):
+            room = self._conversations.pace.tokens
+            for number, job in enumerate(sorted(prompts, key=lambda job: job.prompt_tokens)):
+                room -= len(job.live.engine.waiting)
+                if number and (room < 0 or time.perf_counter() > until):
                     return
-                budget -= len(job.live.engine.waiting)
-                self._jobs.remove(job)  # to the end
-                self._jobs.append(job)
                 yield job
 
         for batch in self._batches(chosen()):
