@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from json import scanner
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from h2o_stream.models.tokenizer import ASIDE
 from h2o_stream.serve.long_texts import encode_aside
@@ -28,9 +29,17 @@ LARGE = 2**18
 _THREADS = 2
 
 
+_TURNS: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+
+
 async def aside(size: int, work: Callable[[], T]) -> T:
-    """The result of work on so many characters, from another thread if they are many."""
-    return work() if size < LONG else await asyncio.wrap_future(_ASIDE.submit(work))
+    """The result of work on so many characters: from another thread if they are many, else between other events, though
+    many requests come together.
+    """
+    if size >= LONG:
+        return await asyncio.wrap_future(_ASIDE.submit(work))
+    async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        return work()
 
 
 class PatientDecoder(json.JSONDecoder):

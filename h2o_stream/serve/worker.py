@@ -39,6 +39,9 @@ _log = logging.getLogger(__name__)
 _GRAMMAR_S = 0.001
 """Seconds after which grammars are looked at again if nothing else is to be done."""
 
+_ACTIONS_S = 0.02
+"""Seconds after which what else was asked for waits until after a step: many clients may leave together."""
+
 _IDLE_S = 1.0
 """Seconds without replies after which free memory goes back to the system."""
 
@@ -154,7 +157,6 @@ class Worker:
                 self._endings.interrupt(job, "length")
             while job in self._jobs and job.may_advance:
                 self._advance(job)
-        pace.replies = any(job.tokens for job in self._jobs)
         waiting = [job for job in self._jobs if job.live.engine.waiting and not (job.reading or job.between_layers)]
         steps = [job for job in waiting if job.live.engine.steps]
         if len(steps) == 1 and (engine := steps[0].live.engine).can_guess:
@@ -163,6 +165,7 @@ class Worker:
             batches = self._batches(steps)
             for batch in batches:
                 self._forward(batch.jobs, partial(self._batch.step, batch.steppers), several=len(batches) > 1)
+        pace.replies = any(job.tokens for job in self._jobs)
         until = (now := time.perf_counter()) + pace.seconds(now - started)
         if not self._readings:
             self._begin_prompts([job for job in waiting if job not in steps], until)
@@ -261,6 +264,7 @@ class Worker:
     def _take_actions(self) -> None:
         idle = all(job.is_reading for job in self._jobs) and not self._may_begin
         wait_s: float | None = _IDLE_S
+        started = time.perf_counter()
         while True:
             try:
                 action = self._actions.get(idle, wait_s)
@@ -273,6 +277,8 @@ class Worker:
             else:
                 idle = False
                 action()
+                if time.perf_counter() - started > _ACTIONS_S:
+                    return
 
     def _stop(self) -> None:
         self._stopped = True
