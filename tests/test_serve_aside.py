@@ -42,7 +42,7 @@ def test_parts_of_prompts_are_as_long_as_others_can_wait_for() -> None:
     assert (pace.tokens, pace.seconds(9)) == (256, inf)
     pace.replies = True
     assert pace.tokens == 64
-    assert [pace.seconds(step_s) for step_s in (0, 0.06, 0.4)] == pytest.approx([0.1, 0.04, 0.2])
+    assert [pace.seconds(step_s) for step_s in (0, 0.06, 0.4)] == pytest.approx([0.1, 0.04, 0.16])
 
 
 def test_replies_go_on_between_the_layers_of_prompts(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

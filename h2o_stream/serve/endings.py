@@ -35,9 +35,6 @@ _log = logging.getLogger(__name__)
 _MANY = 100
 """Unread turns from which they are not even counted between the steps of others."""
 
-_WRITERS = 2
-"""Threads that save conversations, and as many for those of which much is indexed."""
-
 
 @dataclass(eq=False)
 class Job:
@@ -137,7 +134,8 @@ class Endings:
         call: Callable[[Callable[[], None]], None],
     ) -> None:
         self._jobs, self._conversations, self._metrics, self._call = jobs, conversations, metrics, call
-        self._writers, self._long_writers = (ThreadPoolExecutor(_WRITERS, f"h2o-save{x}") for x in ("", "-long"))
+        # One thread saves conversations, another those of which much is indexed: more of them would delay replies.
+        self._writers, self._long_writers = (ThreadPoolExecutor(1, f"h2o-save{x}") for x in ("", "-long"))
         self.saving = 0
 
     def close(self) -> None:

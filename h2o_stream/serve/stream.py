@@ -22,7 +22,7 @@ from h2o_stream.native.stepper import PromptPlan
 _ALONE, _BESIDE = 256, 64
 """Prompt tokens that are read together, and as many while there are replies."""
 
-_SLOW_S, _SHARE = 0.1, 0.5
+_SLOW_S, _SHARE = 0.1, 0.4
 """Seconds that replies should not wait longer for, and the part of a step's time that prompts have in any case."""
 
 _LEAST = -9999.0
