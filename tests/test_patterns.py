@@ -19,7 +19,8 @@ import h2o_stream
 SOURCE = Path(h2o_stream.__file__).parent
 
 AT_START = {
-    "recall.speech.LABEL", "recall.speech._REQUEST", "models.other_files._WEB_PAGE", "models.gguf._PART",
+    "recall.speech.LABEL", "recall.speech._REQUEST", "recall.speech._TASK", "models.other_files._WEB_PAGE",
+    "models.gguf._PART",
     "session.other_calls._NEXT_CLOSING", "recall.passages._ABBREVIATION",
 }  # fmt: skip
 """Patterns that are looked for at one place of a text only, or at the end of a short one."""
