@@ -105,8 +105,8 @@ def label(text: str) -> str:
 
 def owners(text: str) -> dict[str, str]:
     """The owners of what a text names, "" for the one who says it: in "my dog's name" the dog is that of the name."""
-    found = dict[str, str]()
+    owned = dict[str, str]()
     for match in _OWNED.finditer(text[:_LONGEST_STATEMENT].casefold()):
         things = match["mine"] or match["theirs"] or match["thing"]
-        found |= dict.fromkeys(things.split(), match["owner"] or match["whole"] or "")
-    return found
+        owned |= dict.fromkeys(things.split(), match["owner"] or match["whole"] or "")
+    return owned

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _SILENT_S = 10
 """How long the system keeps connections that send nothing, before the server sees them."""
 
-_SHUTDOWN_S, _EXIT_S = 0.7, 1.9
+_SHUTDOWN_S, _EXIT_S = 0.3, 1.5
 """Seconds that open connections have when the server stops, and after which the process ends whatever it does: what
 was finished is on disk.
 """
