@@ -235,7 +235,7 @@ def _run(native: Any, new: _Arrays, model: Any, layers: Any, cache: tuple[tuple[
     logits = new.new("float32", TOKENS, model.vocab_size)
     tokens, limits = numpy.arange(TOKENS) % model.vocab_size, numpy.full(3 * first, slots - 1, numpy.int64)
     step = open_step(native, SimpleNamespace(struct=model))
-    code = native.h2o_forward(ctypes.addressof(model), streams.ctypes.data, 1, None, tokens.ctypes.data, TOKENS, 2,
+    code = native.h2o_forward(ctypes.addressof(model), streams.ctypes.data, 1, tokens.ctypes.data, TOKENS, 2,
                               limits.ctypes.data, TOKENS, logits, None, None, 2)  # fmt: skip
     for number in range(STEPS * 8):
         bound["evictions"] = int(TOKENS + number + 1 >= slots)

@@ -96,8 +96,8 @@ class Slots(GroupRules):
             ConfigError: heads do not fill the bytes of their codes.
         """
         heads = shape.kv_heads if self.heads is None else len(self.heads)
-        number, plan = str(dtype).removeprefix("torch."), self.plan
-        return _layout(shape, number, rows, slots, heads, self.exact, plan.kv_bits, self.has_long_term)
+        name, bits = str(dtype).removeprefix("torch."), self.plan.kv_bits
+        return _layout(shape, name, rows, slots, heads, self.exact, bits, self.has_long_term)
 
     def bytes_of(self, shape: HeadShape, dtype: Any) -> int:
         """Bytes that one row takes at most."""
@@ -272,7 +272,8 @@ def _layout(
 
 def _counts(slots: int, exact: int) -> dict[str, int]:
     """How many rows each array has that has some for slots, of which `exact` are in full precision or, if 0, all."""
-    parts = (STORED, exact or slots), (ENCODED, max(slots - (exact or slots), 0)), (_ENTRIES, slots)
+    exact = exact or slots
+    parts = (STORED, exact), (ENCODED, max(slots - exact, 0)), (_ENTRIES, slots)
     return {name: count for names, count in parts for name in names}
 
 

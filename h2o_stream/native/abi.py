@@ -354,13 +354,13 @@ KERNEL_FUNCTIONS: Functions = {
     "h2o_step": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64]),
     "h2o_forward": (
         c_int64,
-        [*[c_void_p] * 2, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, c_int64],
+        [*[c_void_p] * 2, c_int64, c_void_p, *[c_int64] * 2, c_void_p, c_int64, *[c_void_p] * 3, c_int64],
     ),
     "h2o_prompt_open": (
         c_int64,
         [*[c_void_p] * 2, c_int64, *[c_void_p] * 2, *[c_int64] * 2, c_void_p, c_int64, c_void_p],
     ),
-    "h2o_prompt_layer": (c_int64, [*[c_void_p] * 2, c_int64, c_void_p]),
+    "h2o_prompt_layer": (c_int64, [c_void_p, c_int64, c_void_p]),
     "h2o_prompt_close": (None, [c_void_p]),
     "h2o_pass": (c_int64, [*[c_void_p] * 2, *[c_int64] * 2]),
     "h2o_pass_logits": (None, [c_void_p, *[c_int64] * 2, c_void_p, c_int64]),

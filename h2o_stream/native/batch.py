@@ -74,15 +74,12 @@ class BatchStepper:
         model, lengths = self._model.copied(), numpy.array([len(part) for part in tokens], numpy.int64)
         _fill_layers(model, steppers)
         logits = numpy.empty((len(steppers), model.struct.vocab_size), numpy.float32)
+        out = pointer(logits, "float32", logits.size)
         with _writing(steppers) as streams, self._begun(model, streams, lengths, tokens, plans) as prompt:
             for number in range(len(model.layers)):
                 if number:
                     yield None
-                raise_failure(
-                    self._native.h2o_prompt_layer(
-                        prompt, ctypes.addressof(model.struct), number, pointer(logits, "float32", logits.size)
-                    )
-                )
+                raise_failure(self._native.h2o_prompt_layer(prompt, number, out))
             for stepper in steppers:
                 stepper.end_prompt()
         yield logits

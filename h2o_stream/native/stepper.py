@@ -244,7 +244,6 @@ class Stepper:
                 ctypes.addressof(model.struct),
                 self.streams.ctypes.data,
                 rows,
-                None,
                 pointer(ids, "int64", rows * new),
                 new,
                 plan.chunk,

@@ -1,4 +1,4 @@
-"""What a text asks for, and whom it speaks of. Knows nothing of what words weigh."""
+"""What a text asks for, and whom it speaks of: by patterns, whatever the weights of its words."""
 
 from __future__ import annotations
 

@@ -97,10 +97,7 @@ void Prompt::reserve() {
 
 void Prompt::run(const int64_t* tokens, int64_t keep, float* logits, float* copied, float* projected) {
   begin(tokens);
-  for (int64_t index = 0; index < model_.layer_count; ++index) {
-    run_layer(model_.layers[index], keep, copied, projected);
-  }
-  end(logits);
+  for (int64_t index = 0; index < model_.layer_count; ++index) run_layer(index, keep, logits, copied, projected);
 }
 
 void Prompt::begin(const int64_t* tokens) {
@@ -109,7 +106,9 @@ void Prompt::begin(const int64_t* tokens) {
   embed(tokens);
 }
 
-void Prompt::run_layer(const Layer& layer, int64_t keep, float*& copied, float*& projected) {
+void Prompt::run_layer(int64_t index, int64_t keep, float* logits, float*& copied, float*& projected) {
+  const Layer& layer = model_.layers[index];
+  const bool is_last = index + 1 == model_.layer_count;
   const AttentionLayer& shape = layer.attention;
   if (attends(layer) || has_mixer(layer)) mix_tokens(layer);
   if (copied && attends(layer)) {
@@ -124,11 +123,9 @@ void Prompt::run_layer(const Layer& layer, int64_t keep, float*& copied, float*&
     attend_slots(layer);
     gate(layer);
   }
-  if (index_of(layer) + 1 == model_.layer_count) drop_all_but(keep);
+  if (is_last) drop_all_but(keep);
   finish(layer);
-}
-
-void Prompt::end(float* logits) {
+  if (!is_last) return;
   output(logits);
   advance();
 }
@@ -240,28 +237,27 @@ void Prompt::advance() {
 
 extern "C" {
 
-// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. With `lengths` [count] they
-// are the tokens of the longest one, and `tokens` has no gaps. `chunk` 0 is for all tokens.
+// Takes `new_tokens` of each of `count` streams through a model, and evicts; see `Prompt`. `chunk` 0 is for all tokens.
 // Tokens must be in the vocabulary; those in `streams` are ignored. Tables of rotations must reach the distances of as
 // many tokens as there are in all slots and in a chunk. `copied` gets the attention of every KV head to the copies in
 // the tokens of a single stream, which come twice and are rotated by their positions (copied.h); null for none. So does
 // `projected`, which gets queries and keys (`Prompt::run`).
 //
 // Returns 0, 2 if there are too few slots, or what `code_of` does: with nothing changed, unless it is out of memory.
-int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
-                    const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits, int64_t keep,
-                    float* logits, float* copied, float* projected, int64_t threads) {
+int64_t h2o_forward(const Model* model, const Stream* streams, int64_t count, const int64_t* tokens, int64_t new_tokens,
+                    int64_t chunk, const int64_t* limits, int64_t keep, float* logits, float* copied, float* projected,
+                    int64_t threads) {
   return code_of([&] {
     check_streams(*model, streams, count);
-    Prompt prompt(*model, streams, count, lengths, new_tokens, chunk, limits, threads);
+    Prompt prompt(*model, streams, count, nullptr, new_tokens, chunk, limits, threads);
     if (!prompt.fits()) return 2;
     prompt.run(tokens, keep, logits, copied, projected);
     return 0;
   });
 }
 
-// Begins the same for `keep` 1, to be taken layer by layer with `h2o_prompt_layer`. Until `h2o_prompt_close`, model and
-// streams must stay as they are.
+// Begins the same for `keep` 1, to be taken layer by layer with `h2o_prompt_layer`; `lengths` [count] are the tokens of
+// each stream, `new_tokens` those of the longest one. Until `h2o_prompt_close`, model and streams must stay as they are.
 int64_t h2o_prompt_open(const Model* model, const Stream* streams, int64_t count, const int64_t* lengths,
                         const int64_t* tokens, int64_t new_tokens, int64_t chunk, const int64_t* limits,
                         int64_t threads, void** opened) {
@@ -275,14 +271,11 @@ int64_t h2o_prompt_open(const Model* model, const Stream* streams, int64_t count
   });
 }
 
-// Takes the tokens through layer `index`, the next one; after the last one, writes logits. Returns 0, or 1 if out of
-// memory: then the slots are undefined.
-int64_t h2o_prompt_layer(void* opened, const Model* model, int64_t index, float* logits) {
+// See `Prompt::run_layer`. Returns 0, or 1 if out of memory: then the slots are undefined.
+int64_t h2o_prompt_layer(void* opened, int64_t index, float* logits) {
   return code_of([&] {
-    Prompt& prompt = *static_cast<Prompt*>(opened);
     float *copied = nullptr, *projected = nullptr;
-    prompt.run_layer(model->layers[index], 1, copied, projected);
-    if (index + 1 == model->layer_count) prompt.end(logits);
+    static_cast<Prompt*>(opened)->run_layer(index, 1, logits, copied, projected);
     return 0;
   });
 }

@@ -34,10 +34,10 @@ class Prompt {
   // keys [tokens][kv_heads][head_size] of all tokens; null for nothing.
   void run(const int64_t* tokens, int64_t keep, float* logits, float* copied, float* projected);
 
-  // Its parts, so that others need not wait for all layers: the embeddings, every layer in turn, and the logits.
+  // Its parts, so that others need not wait for all layers: the embeddings, and each layer in turn. The last one writes
+  // the logits.
   void begin(const int64_t* tokens);
-  void run_layer(const Layer& layer, int64_t keep, float*& copied, float*& projected);
-  void end(float* logits);
+  void run_layer(int64_t index, int64_t keep, float* logits, float*& copied, float*& projected);
 
  protected:
   // Attends to the slots of a layer and evicts.
