@@ -180,7 +180,7 @@ FAMILIES = [
         tiny("KimiLinear", **{**LATENT, **EXPERTS}, linear_head_dim=8, linear_num_heads=4, layer_types=HYBRID),
         native=False),
     Family("LFM2", "LFM2 350M to 2.6B", "convolutions beside full layers",
-        tiny("Lfm2", **{**GROUPED, "num_hidden_layers": 3}, conv_bias=True,
+        tiny("Lfm2", **{**GROUPED, "num_hidden_layers": 3}, conv_bias=True, block_multiple_of=64,
         layer_types=["conv", "full_attention", "conv"])),
     Family("LFM2 MoE", "LFM2 8B-A1B", "convolutions beside full layers, experts",
         tiny("Lfm2Moe", **GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
