@@ -34,7 +34,7 @@ def test_interpreted(chosen: str) -> None:
 
 @pytest.mark.parametrize("case", ["Q8_0", pytest.param("", id="all", marks=pytest.mark.exhaustive)])
 def test_compiled(case: str) -> None:
-    run("-m", "tests.gpu_compiled", *filter(None, [case]))
+    run("-m", "tests.gpu_compiled", *filter(None, [case]), **{available.INTERPRET: "0"})
 
 
 def test_kinds_of_norms() -> None:
