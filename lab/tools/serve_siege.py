@@ -22,6 +22,8 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lab.tools.serve_storm import resident
 from tests.serve_kill import Server
 from tests.serve_load import post
@@ -37,6 +39,11 @@ def body(text: str, **more: Any) -> bytes:
 
 def form(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def stolen_s() -> float:
+    """Seconds that a virtual machine's processors had to wait for others."""
+    return float(getattr(psutil.cpu_times(), "steal", 0.0))
 
 
 def head(size: int) -> bytes:
@@ -172,18 +179,22 @@ def main() -> None:
     parser.add_argument("--quiet-seconds", type=float, default=10, help="of the other client alone, first")
     parser.add_argument("--only", nargs="*", default=[*COUNTS], choices=COUNTS)
     given, rest = parser.parse_known_args()
-    with tempfile.TemporaryDirectory() as folder, Server(Path(folder), *rest, files=1024) as server:
-        Probe(server, time.time() + given.quiet_seconds).run()
-        until = time.time() + given.seconds
-        attack = multiprocessing.get_context("spawn").Process(target=flood, args=(server.port, until, given.only))
-        attack.start()
-        Probe(server, until).run()
-        attack.join(30)
-        with suppress(AssertionError):
-            assert server.is_healthy()
-            print(f"afterwards it is healthy, {resident(server.process.pid):.0f} MiB", flush=True)
-        began = time.monotonic()
-    print(f"SIGTERM ended it in {time.monotonic() - began:.2f} s")
+    stolen, began = stolen_s(), time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        with Server(Path(folder), *rest, files=1024) as server:
+            Probe(server, time.time() + given.quiet_seconds).run()
+            until = time.time() + given.seconds
+            attack = multiprocessing.get_context("spawn").Process(target=flood, args=(server.port, until, given.only))
+            attack.start()
+            Probe(server, until).run()
+            attack.join(30)
+            with suppress(AssertionError):
+                assert server.is_healthy()
+                print(f"afterwards it is healthy, {resident(server.process.pid):.0f} MiB", flush=True)
+            end = time.monotonic()
+        print(f"SIGTERM ended it in {time.monotonic() - end:.2f} s")
+    share = (stolen_s() - stolen) / (end - began) / (psutil.cpu_count() or 1)
+    print(f"other machines on this one's host took {share:.1%} of the processors")
 
 
 if __name__ == "__main__":
