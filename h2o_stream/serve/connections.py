@@ -103,9 +103,8 @@ class _Listening(socket.socket):
         """
         for _ in range(_BACKLOG):
             connection, address = super().accept()
-            connection.setblocking(False)
             with suppress(OSError):
-                if not hasattr(socket, "TCP_DEFER_ACCEPT") or connection.recv(1, socket.MSG_PEEK):
+                if not hasattr(socket, "TCP_DEFER_ACCEPT") or connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                     return connection, address
             connection.close()
         raise BlockingIOError
