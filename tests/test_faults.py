@@ -49,13 +49,28 @@ class TestSignals:
     def test_what_was_said_is_kept(self, tiny_folder: Path, own_home: Path, number: signal.Signals) -> None:
         with talking(tiny_folder) as child:
             child.send_signal(number)
-            assert child.wait(30) == 130
+            assert child.wait(30) == 128 + number
         last = said(own_home)[-1]
         assert last["finish"] == "interrupted"
         assert last["text"]
         again = invoke("h2o-chat", "-m", tiny_folder, "--session", "talk", "-n", "2", "--temp", "0", typed="three\n")
         assert again.exit_code == 0, again.stderr
         assert f"resumed after turn {last['turn']}" in again.stderr
+
+    @pytest.mark.every(2)
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+    @pytest.mark.parametrize("options", [[], ["--compare", "h2o,sink"]])
+    def test_a_replay_ends_with_its_summary(
+        self, tiny_folder: Path, tmp_path: Path, options: list[str], number: signal.Signals
+    ) -> None:
+        record, base = tmp_path / "run.jsonl", ["-m", tiny_folder, "-n", "20", "--window", "64", "--loop"]
+        command = ["h2o-stream", *base, *options, "--jsonl", record]
+        with Preloaded(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+            child.stdout.read(2000)
+            child.send_signal(number)
+            child.stdout.read()
+            assert child.wait(30) == 128 + number
+        assert json.loads(record.read_text().splitlines()[-1])["type"] == "summary"
 
     def test_terminated_while_nothing_is_going_on(self, tiny_folder: Path) -> None:
         with Pty("h2o-chat", "-m", str(tiny_folder)) as terminal:

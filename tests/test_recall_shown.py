@@ -2,6 +2,8 @@
 
 import io
 import re
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -301,23 +303,28 @@ class TestLongTexts:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
+        request: pytest.FixtureRequest,
         interactive: bool,
         terminated: bool,
         as_file: bool,
     ) -> None:
+        previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        request.addfinalizer(lambda: signal.signal(signal.SIGTERM, previous))
         (tmp_path / "book.txt").write_text("word " * 3000)
         messages = [f"/file {tmp_path}/book.txt Why?" if as_file else f"{'word ' * 3000}\n\nWhy?", "/stats"]
         with chatting(tiny_folder) as chat:
             interrupts, chat._terminal.interactive = chat._context.loaded.interrupts, interactive
 
             def press(status: PrefillStatus, done: int, total: int) -> None:
-                interrupts.requested, interrupts.terminated = True, terminated
+                interrupts.requested = True
+                if terminated:
+                    signal.raise_signal(signal.SIGTERM)
 
             monkeypatch.setattr(PrefillStatus, "show", press)
             if interactive and not terminated:
                 chat.run(iter(messages))
             else:
-                with pytest.raises(KeyboardInterrupt):
+                with pytest.raises(SystemExit if terminated else KeyboardInterrupt):
                     chat.run(iter(messages))
             [(kind, prompt, finish)] = entries(chat)
             assert (kind, finish) == ("told", "interrupted")

@@ -99,14 +99,12 @@ class Chat:
 
     def run(self, typed: Iterator[str] | None = None) -> Finish | None:
         """Read messages and reply, until the end; from a prompt of our own or standard input, unless they are given."""
-        config, interrupts = self._context.config, self._context.loaded.interrupts
+        config = self._context.config
         if config.prompt is not None:
             message = read_ahead(self._context, config.prompt, config.piped)
             return "interrupted" if message is None else self.say(message)
         for message in self._messages(typed or (self._typed() if self._terminal.interactive else _piped())):
             finish = self.say(message)
-            if interrupts.terminated:
-                return "interrupted"
             if finish == "oom" or config.single_turn or (finish == "interrupted" and not self._terminal.interactive):
                 return finish
         return None
@@ -187,7 +185,7 @@ class Chat:
             try:
                 to_send = self._prepared(text.strip())
             except KeyboardInterrupt:
-                if not self._terminal.interactive or self._context.loaded.interrupts.terminated:
+                if not self._terminal.interactive:
                     raise
                 self._terminal.error("stopped; the conversation goes on as before")
                 continue

@@ -52,7 +52,7 @@ class ChatContext:
         """Show the progress of feeding without a reply, which Ctrl-C ends. Returns whether it was completed.
 
         Raises:
-            KeyboardInterrupt: the program is to end, or Ctrl-C was pressed where nobody can type another message.
+            KeyboardInterrupt: Ctrl-C was pressed where nobody can type another message.
         """
         interrupts = self.loaded.interrupts
         with interrupts, self.terminal.unechoed(), closing(PrefillStatus(self.terminal)) as status:
@@ -63,7 +63,7 @@ class ChatContext:
                 else:
                     complete = False
                     self.terminal.error(event.detail or f"{event.reason}: not all of it was read")
-        if interrupts.terminated or (interrupts.requested and not self.terminal.interactive):
+        if interrupts.requested and not self.terminal.interactive:
             raise KeyboardInterrupt
         return complete
 

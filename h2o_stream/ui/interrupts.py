@@ -16,12 +16,13 @@ DOUBLE_PRESS_S = 2.0
 class Interrupts:
     """Inside the block, the first Ctrl-C sets `requested`. A second one soon after raises KeyboardInterrupt.
 
-    The signals that end the program set `terminated`, too.
+    A signal that ends the program sets it, too, and is sent again where the block ends.
     """
 
     def __init__(self) -> None:
-        self.requested = self.terminated = False
+        self.requested = False
         self._last = float("-inf")
+        self._waiting: int | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -33,13 +34,16 @@ class Interrupts:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            signal.raise_signal(waiting)
 
     def __call__(self) -> bool:
         """Whether the current turn should stop."""
         return self.requested
 
     def _terminate(self, number: int) -> None:
-        self.requested = self.terminated = True
+        self.requested, self._waiting = True, number
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()

@@ -79,10 +79,12 @@ def compare_policies(
         conversation = sides[0].loaded.conversation
         replay.questions.check(conversation.metadata.template)
         before = Cliff.of(conversation) if replay.cliff else None
-        panes = stack.enter_context(Panes(sides, terminal))
+        panes = Panes(sides, terminal)
         interrupts = sides[0].loaded.interrupts
         for side in sides[1:]:
             side.loaded.conversation.engine.should_stop = interrupts
+        stack.callback(_end, sides, panes, jsonl)
+        stack.enter_context(panes)
         stack.enter_context(interrupts)
         stack.enter_context(terminal.unechoed())
         if before is not None:
@@ -100,10 +102,14 @@ def compare_policies(
                     jsonl.write(side.turn.record(question.id) | {"policy": side.policy})
             if any(side.finish == "interrupted" for side in sides) or all(side.finish for side in sides):
                 break
+    return next((side.finish for side in sides if side.finish), None)
+
+
+def _end(sides: Sequence[Side], panes: Panes, jsonl: JsonlWriter) -> None:
+    """Write the reports and print the verdict, also of a replay that a signal ended."""
     for side in sides:
         jsonl.write(side.report.record() | {"policy": side.policy})
     panes.print_verdict()
-    return next((side.finish for side in sides if side.finish), None)
 
 
 def _run(replies: Sequence[Iterator[Any]], panes: Panes) -> None:
