@@ -253,7 +253,6 @@ def test_connections_that_have_sent_nothing_for_long_are_not_taken() -> None:
     (accepting,) = bound(ServeConfig(host="127.0.0.1", port=0))
     with accepting, ExitStack() as stack:
         accepting.listen()
-        accepting.setblocking(False)
         silent, speaking, gone = (stack.enter_context(socket.create_connection(accepting.getsockname())) for _ in "123")
         gone.close()
         speaking.sendall(b"GET")
