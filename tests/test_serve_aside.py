@@ -1,5 +1,6 @@
 """What takes long happens in other threads: texts, states, indexes and lists that others do not wait for."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -69,6 +70,22 @@ def test_replies_go_on_between_the_layers_of_prompts(server: Running, monkeypatc
             wait_for(lambda: any(job.between_layers for job in worker._jobs))
         wait_for(lambda: len(worker._jobs) == 1)
     server.check_idle()
+
+
+def test_events_are_handled_between_requests_that_come_together() -> None:
+    order = list[str]()
+
+    async def handle_events() -> None:
+        while order.count("work") < 8:
+            order.append("event")
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        works = (aside.aside(10, lambda: order.append("work")) for _ in range(8))
+        await asyncio.gather(handle_events(), *works)
+
+    asyncio.run(run())
+    assert ("work", "work") not in pairwise(order)
 
 
 def test_a_server_ends_though_it_reads(tiny_folder: Path) -> None:

@@ -39,6 +39,7 @@ async def aside(size: int, work: Callable[[], T]) -> T:
     if size >= LONG:
         return await asyncio.wrap_future(_ASIDE.submit(work))
     async with _TURNS.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        await asyncio.sleep(0)
         return work()
 
 

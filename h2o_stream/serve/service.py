@@ -105,7 +105,8 @@ class Service:
         """Begin to serve."""
         if self.options.recall != "off":
             self.worker.call(self.conversations.prepare_recall)
-        self.worker.call(partial(aliased, self.model.tokenizer))  # before somebody waits for it
+        for make in (lambda: self._token_length, partial(aliased, self.model.tokenizer)):
+            self.worker.call(make)  # before somebody waits for it
         self.worker.start()
 
     @cached_property
