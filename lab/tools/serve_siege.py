@@ -4,7 +4,8 @@ schemas without an end, messages of 4 MB. Meanwhile another client streams repli
 
 python -m lab.tools.serve_siege --seconds 600
 
-Prints the largest gap in the stream, before a first token too, and the largest latencies; the machine must be quiet.
+Prints the largest gap in the stream, before a first token too, and the largest latencies; also the largest of those
+during which the machine's host gave its processors to no other machine. The machine itself must be quiet.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import resource
 import tempfile
 import threading
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -39,6 +41,10 @@ def body(text: str, **more: Any) -> bytes:
 
 def form(schema: Any) -> dict[str, Any]:
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+_BEFORE_S, _ALONE = 1.0, 0.03
+"""A latency counts as without other machines if they took less than this share of it and of the time before."""
 
 
 def stolen_s() -> float:
@@ -117,7 +123,8 @@ class Probe:
     """The other client."""
 
     def __init__(self, server: Server, until: float) -> None:
-        self._server, self._until, self._seen = server, until, dict[str, list[float]]()
+        self._server, self._until, self._seen = server, until, dict[str, list[tuple[float, float]]]()
+        self._stolen = [(time.perf_counter(), stolen_s())]
 
     def run(self) -> None:
         acts = self._stream, self._health, self._schema
@@ -126,13 +133,20 @@ class Probe:
             thread.start()
         for thread in threads:
             thread.join()
-        for name, seconds in sorted(self._seen.items()):
-            ordered = sorted(seconds)
-            middle, high = ordered[len(seconds) // 2], ordered[len(seconds) * 99 // 100]
-            print(
-                f"{name}: {len(seconds)}, median {middle:.3f} s, 99% {high:.3f} s, largest {ordered[-1]:.3f} s",
-                flush=True,
-            )
+        self._stolen.sort()
+        for name, seen in sorted(self._seen.items()):
+            ordered = sorted(seconds for seconds, _ in seen)
+            middle, high = ordered[len(seen) // 2], ordered[len(seen) * 99 // 100]
+            line = f"{name}: {len(seen)}, median {middle:.3f} s, 99% {high:.3f} s, largest {ordered[-1]:.3f} s"
+            alone = [seconds for seconds, end in seen if self._share(end - seconds - _BEFORE_S, end) < _ALONE]
+            print(f"{line} (of {len(alone)} without other machines {max(alone, default=0):.3f} s)", flush=True)
+
+    def _share(self, start: float, end: float) -> float:
+        """Of the processors' time that other machines took meanwhile."""
+        first = max(bisect(self._stolen, (start,)) - 1, 0)
+        last = min(bisect(self._stolen, (end,)), len(self._stolen) - 1)
+        (began, before), (ended, after) = self._stolen[first], self._stolen[last]
+        return (after - before) / max(ended - began, 1e-9) / (psutil.cpu_count() or 1)
 
     def _again(self, act: Callable[[], None]) -> None:
         while time.time() < self._until:
@@ -142,7 +156,9 @@ class Probe:
                 self._note(f"failed {act.__name__[1:]} ({type(error).__name__})", 0)
 
     def _note(self, name: str, seconds: float) -> None:
-        self._seen.setdefault(name, []).append(seconds)
+        now = time.perf_counter()
+        self._seen.setdefault(name, []).append((seconds, now))
+        self._stolen.append((now, stolen_s()))
 
     def _stream(self) -> None:
         connection = HTTPConnection("127.0.0.1", self._server.port, timeout=60)
