@@ -23,7 +23,10 @@ _ALONE, _BESIDE = 256, 64
 """Prompt tokens that are read together, and as many while there are replies."""
 
 _SLOW_S, _SHARE = 0.1, 0.4
-"""Seconds that replies should not wait longer for, and the part of a step's time that prompts have in any case."""
+"""Seconds that replies should not wait longer for, and the part of their steps' mean time that prompts have anyway."""
+
+_NEWEST = 0.1
+"""The weight of the last step in their mean time."""
 
 _LEAST = -9999.0
 """The logprob of what is impossible, as in OpenAI's API: JSON has no infinity."""
@@ -90,6 +93,7 @@ class Pace:
     """
 
     replies = False
+    _mean_s = 0.0
 
     @property
     def tokens(self) -> int:
@@ -97,8 +101,11 @@ class Pace:
         return _BESIDE if self.replies else _ALONE
 
     def seconds(self, step_s: float) -> float:
-        """How long prompts are read after a step of replies that took so long."""
-        return max(_SLOW_S - step_s, _SHARE * step_s) if self.replies else inf
+        """How long prompts are read after a step of replies that took so long; less than none after a slow one."""
+        if not self.replies:
+            return inf
+        self._mean_s += _NEWEST * (step_s - self._mean_s)
+        return max(_SLOW_S, (1 + _SHARE) * self._mean_s) - step_s
 
 
 class Waits:

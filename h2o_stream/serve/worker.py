@@ -123,17 +123,18 @@ class Worker:
     def _run(self) -> None:
         while not (self._stopped and all(job.is_reading for job in self._jobs) and not self._endings.saving):
             try:
-                self._receive()
-                self._step()
+                self._take_actions()
+                started = time.perf_counter()
+                self._begin_reply()
+                self._step(started)
                 if self._jobs and all(job.awaits_grammar for job in self._jobs):
                     time.sleep(_GRAMMAR_S)
             except BaseException as error:  # noqa: BLE001 - nothing may end the server
                 for job in list(self._jobs):
                     self._endings.give_up(job, error)
 
-    def _receive(self) -> None:
-        """Take what was asked for, and begin a new reply: its conversation takes some milliseconds, and others wait."""
-        self._take_actions()
+    def _begin_reply(self) -> None:
+        """Begin a new reply, if there is a place: its conversation takes some milliseconds, and others wait."""
         if not self._may_begin:
             return
         ask = self._asked.popleft()
@@ -149,9 +150,9 @@ class Worker:
         free = len(self._jobs) + self._endings.saving < self._running and len(self._openings.loading) <= self._running
         return free and bool(self._asked)
 
-    def _step(self) -> None:
-        """Take a token of every reply, and prompts for a while, through the model."""
-        started, pace = time.perf_counter(), self._conversations.pace
+    def _step(self, started: float) -> None:
+        """Take a token of every reply, and prompts for a while, through the model. Replies wait since it `started`."""
+        pace = self._conversations.pace
         for job in list(self._jobs):
             if job.late:
                 self._endings.interrupt(job, "length")
